@@ -1,0 +1,241 @@
+"""The training recipe: a text file in, a checkpoint directory (config, weights, tokenizer) out.
+
+Small models on one CPU: byte-level BPE, AdamW, warm-up and cosine, bfloat16 autocast where the processor
+has it. A run can be stopped at any time and goes on from its last step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from tqdm import tqdm
+
+from edge_qkv import files
+from edge_qkv.config import ModelConfig
+from edge_qkv.errors import InputError
+from edge_qkv.model import Decoder
+from edge_qkv.presets import apply_variant
+
+END_OF_TEXT = "<|endoftext|>"  # separates documents in the data file
+_STATE = "training-state.pt"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the result, besides the data and the model's config."""
+
+    steps: int = 2600
+    batch: int = 8  # sequences a step
+    context: int = 512  # tokens a sequence
+    learning_rate: float = 1.5e-3
+    warmup: int = 100  # steps
+    weight_decay: float = 0.1
+    dropout: float = 0.1
+    held_out: float = 0.05  # fraction of the data, from its end, rounded to whole documents
+    seed: int = 1234
+    evaluate_every: int = 250  # steps; the state is saved as often
+
+
+def small_config(vocab_size: int, context: int, variant: str, query: str, positions: str, **sizes: int) -> ModelConfig:
+    """A model that trains in about an hour on two cores, in any variant."""
+    sizes = {"layers": 8, "width": 256, "heads": 8, "mlp_width": 688} | sizes
+    if sizes["width"] % sizes["heads"]:
+        raise InputError(f"--width {sizes['width']} must be a multiple of --heads {sizes['heads']}")
+    base = ModelConfig(
+        vocab_size=vocab_size,
+        max_positions=context if positions == "learned" else 32768,
+        head_dim=sizes["width"] // sizes["heads"],
+        kv_heads=sizes["heads"],
+        mlp="swiglu",
+        norm="rmsnorm",
+        positions=positions,
+        trained_context=context,
+        **sizes,
+    )
+    return replace(apply_variant(base, variant), query=query)
+
+
+def split_held_out(text: str, fraction: float) -> tuple[str, str]:
+    """Splits off the last `fraction`, at the next document boundary where there is one, else at a line end."""
+    cut = int(len(text) * (1 - fraction))
+    boundary = text.find(END_OF_TEXT, cut)
+    if boundary < 0:
+        boundary = text.find("\n", cut) + 1
+    return text[:boundary], text[boundary:].removeprefix(END_OF_TEXT).lstrip("\n")
+
+
+def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
+    """Byte-level BPE: every string has an encoding, and it decodes to itself."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    return tokenizer
+
+
+@torch.no_grad()
+def held_out_loss(model: Decoder, tokens: Tensor, context: int) -> float:
+    """Mean negative log-likelihood in nats a token over tokens [n], in windows of `context`."""
+    was_training = model.training
+    model.eval()
+    total, count = 0.0, 0
+    for start in range(0, len(tokens) - 1, context):
+        window = tokens[start : start + context + 1]
+        logits, _ = model(window[None, :-1])  # [1, T, V]
+        total += F.cross_entropy(logits[0].float(), window[1:], reduction="sum").item()
+        count += len(window) - 1
+    model.train(was_training)
+    return total / count
+
+
+def train(data: Path, output: Path, recipe: Recipe, model_options: dict, vocab_size: int, weights: str) -> dict:
+    """Trains and writes `output`; returns the report that is also written to `training.json`.
+
+    model_options: variant, query, positions and sizes for `small_config`; weights: 'fp16' or 'fp32'.
+    A directory that holds the state of an interrupted run with the same options is continued.
+    """
+    text = _read_text(data)
+    train_text, held_text = split_held_out(text, recipe.held_out)
+    output.mkdir(parents=True, exist_ok=True)
+    tokenizer_file = output / "tokenizer.json"
+    if (output / _STATE).exists() and tokenizer_file.exists():
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    else:
+        tokenizer = train_tokenizer(train_text, vocab_size)
+        files.write_atomically(tokenizer_file, tokenizer.to_str().encode())
+    config = small_config(tokenizer.get_vocab_size(), recipe.context, **model_options)
+    tokens, held = (torch.tensor(tokenizer.encode(part).ids) for part in (train_text, held_text))
+    if len(tokens) <= recipe.context + 1 or len(held) < 2:
+        raise InputError(f"{data}: too short to train on ({len(tokens)} tokens; --context is {recipe.context})")
+
+    torch.manual_seed(recipe.seed)
+    model = Decoder(config, dropout=recipe.dropout)
+    model.init_weights(torch.Generator().manual_seed(recipe.seed))
+    optimizer = _optimizer(model, recipe)
+    state = {"step": 0, "history": [], "seconds": 0.0}
+    identity = json.dumps([asdict(recipe), config.to_dict()], sort_keys=True)
+    if (output / _STATE).exists():
+        saved = torch.load(output / _STATE, weights_only=True)
+        if saved["identity"] != identity:
+            raise InputError(f"{output}: holds an unfinished run with other options; choose another --output")
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        state = saved["state"]
+    print(f"{config.variant}, {config.parameters():,} parameters, {len(tokens):,} tokens to train on")
+
+    def save_state() -> None:
+        parts = {"identity": identity, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}
+        temporary = output / (_STATE + ".tmp")
+        torch.save(parts, temporary)
+        os.replace(temporary, output / _STATE)
+
+    try:
+        _run_steps(model, optimizer, tokens, held, recipe, state, save_state)
+    except KeyboardInterrupt:
+        save_state()
+        raise
+    return _write_checkpoint(model, output, recipe, state, held, len(held_text.encode()), weights)
+
+
+def _run_steps(model, optimizer, tokens, held, recipe: Recipe, state: dict, save_state) -> None:
+    autocast = torch.backends.mkldnn.is_available() and "avx512_bf16" in _cpu_flags()
+    progress = tqdm(total=recipe.steps, initial=state["step"], unit="step", mininterval=1.0)
+    model.train()
+    offsets = torch.arange(recipe.context + 1)
+    while state["step"] < recipe.steps:
+        began, step = time.monotonic(), state["step"]
+        # The step seeds its own batch, so that a resumed run sees what an unbroken one would have seen.
+        generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+        starts = torch.randint(len(tokens) - recipe.context, (recipe.batch,), generator=generator)
+        window = tokens[starts[:, None] + offsets]  # [batch, context + 1]
+        for group in optimizer.param_groups:
+            group["lr"] = _learning_rate(step, recipe)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits, _ = model(window[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        state["step"] += 1
+        state["seconds"] += time.monotonic() - began
+        progress.update()
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+        if state["step"] % recipe.evaluate_every == 0 or state["step"] == recipe.steps:
+            held_loss = held_out_loss(model, held, recipe.context)
+            state["history"].append({"step": state["step"], "loss": loss.item(), "held_out": held_loss})
+            progress.write(f"step {state['step']}: held-out perplexity {math.exp(held_loss):.2f}")
+            save_state()
+    progress.close()
+
+
+def _write_checkpoint(model, output: Path, recipe: Recipe, state: dict, held, held_bytes: int, weights: str) -> dict:
+    dtype = {"fp16": torch.float16, "fp32": torch.float32}[weights]
+    tensors = {name: model.state_dict()[name].to(dtype).contiguous() for name in model.weight_names()}
+    model.load_state_dict(tensors, strict=False)  # measure what is stored, not what was trained
+    loss = held_out_loss(model, held, recipe.context)
+    report = {
+        "variant": model.config.variant,
+        "parameters": model.config.parameters(),
+        "held_out_perplexity": math.exp(loss),
+        "held_out_bits_per_byte": loss * len(held) / math.log(2) / held_bytes,
+        "held_out_tokens": len(held),
+        "trained_tokens": recipe.steps * recipe.batch * recipe.context,
+        "minutes": state["seconds"] / 60,
+        "recipe": asdict(recipe),
+        "history": state["history"],
+    }
+    temporary = output / "model.safetensors.tmp"
+    save_file(tensors, temporary)
+    os.replace(temporary, output / "model.safetensors")
+    files.write_json(output / "config.json", model.config.to_dict())
+    files.write_json(output / "training.json", report)
+    (output / _STATE).unlink(missing_ok=True)
+    return report
+
+
+def _optimizer(model: Decoder, recipe: Recipe) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), foreach=True)
+
+
+def _learning_rate(step: int, recipe: Recipe) -> float:
+    """Linear warm-up, then a cosine down to a tenth."""
+    if step < recipe.warmup:
+        return recipe.learning_rate * (step + 1) / recipe.warmup
+    progress = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    return recipe.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--data {path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"--data {path}: must be UTF-8 text (byte {error.start} is not)") from None
+
+
+def _cpu_flags() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,78 @@
+// The unified-KV attention operator: write the new rows into the cache, then attend over it.
+//
+// This is the only kernel contract of the runtime. Every engine calls `attention` with plain pointers;
+// nothing here knows an engine, a thread pool or a file.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace edge_qkv {
+
+enum class CacheType : int { kFloat32 = 0, kFloat16 = 1 };
+
+// How rotary positions meet the cache. D is head_dim, R is rotary_dim; the first R values of a row are
+// rotated in half-split pairs (i, i + R/2).
+enum class Rotary : int {
+  kNone = 0,
+  // Unified: the row is rotated when it is written and the output is rotated back by the query's own
+  // position. With a separate V: the key row is rotated when it is written, V is left alone.
+  kConjugate = 1,
+  // The row is stored raw; keys are rotated tile by tile as they are read, values are not.
+  kOnRead = 2,
+};
+
+// Shapes use B batch, T new tokens, H query heads, G kv heads (H % G == 0), D head_dim, C capacity.
+// The T new rows become rows [past, past + T) of the cache; the query at position past + t sees
+// rows <= past + t.
+struct AttentionParams {
+  int64_t batch = 1;
+  int64_t tokens = 0;
+  int64_t past = 0;
+  int64_t capacity = 0;
+  int num_heads = 0;
+  int kv_heads = 0;
+  int head_dim = 0;
+  float scale = 0.0f;
+  Rotary rotary = Rotary::kNone;
+  int rotary_dim = 0;          // even, <= head_dim; 0 without rotary
+  int64_t rotary_rows = 0;     // P: positions the tables hold
+  const float* cos = nullptr;  // [P, R/2]
+  const float* sin = nullptr;  // [P, R/2]
+  CacheType cache_type = CacheType::kFloat16;
+  const float* query = nullptr;   // [B, T, H*D]
+  const float* key = nullptr;     // [B, T, G*D]; key and value at once when `value` is null
+  const float* value = nullptr;   // [B, T, G*D], or null when unified
+  void* key_cache = nullptr;      // [B, G, C, D] of cache_type
+  void* value_cache = nullptr;    // [B, G, C, D], or null when unified
+  float* output = nullptr;        // [B, T, H*D]
+};
+
+// Runs fn(arg, i) for every i in [0, count), on as many threads as the caller has; returns when all are
+// done. The engine passes its own thread pool, so that the kernel never starts a thread.
+struct ThreadPool {
+  void (*parallel_for)(void* context, void (*fn)(void* arg, size_t index), size_t count, void* arg);
+  void* context;
+};
+
+// One sentence that says what is wrong with the parameters, or null when they are sound. Everything
+// that comes from a file is checked here: heads, shapes, past + tokens <= capacity, table length,
+// overflow of any byte count.
+const char* attention_error(const AttentionParams& params);
+
+// Bytes of scratch that `attention` needs when its work is spread over at most `tasks` tasks. Does not
+// grow with capacity beyond the partial results of a split cache (B*T*H*(D+2) floats a split).
+size_t attention_workspace_bytes(const AttentionParams& params, size_t tasks);
+
+// Precondition: attention_error(params) == nullptr; workspace holds attention_workspace_bytes(params,
+// tasks) bytes (any alignment). The result does not depend on `tasks` or on the thread pool.
+void attention(const AttentionParams& params, void* workspace, size_t tasks, ThreadPool pool);
+
+// Name of the instruction set in use: "baseline", "avx2", "avx512", "armv8", "dotprod" or "i8mm".
+// Chosen once, at first use, from what the processor has; the environment variable EDGE_QKV_ISA forces
+// one. A forced choice that the processor or the build lacks is reported by isa_error() and the best
+// available one is used.
+const char* isa_name();
+const char* isa_error();
+
+}  // namespace edge_qkv

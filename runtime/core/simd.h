@@ -1,0 +1,221 @@
+// Vectors for attention_kernel.cpp, on top of the vector extensions of GCC and Clang. Included only there:
+// everything lands in the namespace of the instruction set being compiled, EDGE_QKV_ISA.
+//
+// No header of the C++ library may be included here, see attention_kernel.h.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define EDGE_QKV_INLINE static inline __attribute__((always_inline))
+
+namespace edge_qkv {
+namespace EDGE_QKV_ISA {
+
+// kLanes is the widest vector; kWideFile says that there are 32 vector registers rather than 16.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+constexpr bool kWideFile = true;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+constexpr bool kWideFile = false;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4;
+constexpr bool kWideFile = true;
+#else
+constexpr int kLanes = 4;
+constexpr bool kWideFile = false;
+#endif
+
+// Vectors of L lanes. Narrower ones than kLanes serve blocks of few query rows.
+template <int L>
+struct Simd {
+  typedef float Float __attribute__((vector_size(L * 4)));
+  typedef int32_t Int __attribute__((vector_size(L * 4)));
+  typedef uint16_t Half __attribute__((vector_size(L * 2)));
+};
+template <int L>
+using Float = typename Simd<L>::Float;
+template <int L>
+using Int = typename Simd<L>::Int;
+
+template <int L>
+EDGE_QKV_INLINE Float<L> load(const float* p) {
+  Float<L> v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <int L>
+EDGE_QKV_INLINE Int<L> load(const int32_t* p) {
+  Int<L> v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <int L>
+EDGE_QKV_INLINE void store(float* p, Float<L> v) {
+  memcpy(p, &v, sizeof v);
+}
+
+// x - 0 is x for every x, so this is one broadcast; x + 0 would not be for x = -0.
+template <int L>
+EDGE_QKV_INLINE Float<L> splat(float x) {
+  return x - Float<L>{};
+}
+
+template <int L>
+EDGE_QKV_INLINE Int<L> splat(int32_t x) {
+  return x - Int<L>{};
+}
+
+// Sum of the lanes' halves, down to four lanes.
+EDGE_QKV_INLINE Float<4> fold(Float<4> v) { return v; }
+#if defined(__AVX2__)
+EDGE_QKV_INLINE Float<4> fold(Float<8> v) {
+  return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+}
+#endif
+#if defined(__AVX512F__)
+EDGE_QKV_INLINE Float<4> fold(Float<16> v) {
+  return fold(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+              __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+#endif
+
+// Lane i of the result is the sum of the lanes of the i-th argument.
+EDGE_QKV_INLINE Float<4> sum_lanes(Float<4> a, Float<4> b, Float<4> c, Float<4> d) {
+  const Float<4> ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  const Float<4> cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+}
+
+// 2^x for x <= 0, relative error below 1.2e-7. Below 2^-126 the result is 0: weights that small vanish
+// beside the largest, which is 1. NaN gives NaN.
+template <int L>
+EDGE_QKV_INLINE Float<L> exp2_nonpositive(Float<L> x) {
+  // Adding 1.5 * 2^23 leaves round(x) in the low mantissa bits.
+  const float kRound = 12582912.0f;
+  const Float<L> shifted = x + kRound;
+  const Float<L> r = x - (shifted - kRound);  // in [-0.5, 0.5]
+  // Minimax polynomial of degree 6 for the relative error of 2^r, constant term fixed at 1; error 2e-9.
+  Float<L> p = splat<L>(1.53533620e-4f);
+  p = p * r + 1.33988739e-3f;
+  p = p * r + 9.61843692e-3f;
+  p = p * r + 5.55033237e-2f;
+  p = p * r + 2.40226477e-1f;
+  p = p * r + 6.93147182e-1f;
+  p = p * r + 1.0f;
+  // Unsigned, for the shift may push bits out.
+  typedef uint32_t Bits __attribute__((vector_size(L * 4)));
+  const Float<L> scaled = (Float<L>)((Bits)p + ((Bits)shifted << 23));
+  return x < -126.0f ? Float<L>{} : scaled;
+}
+
+// Half precision. Values beyond the largest half, 65504, saturate when written: an infinity in a cached row
+// would turn every later score into NaN, a slightly too small value does not. Infinities saturate with
+// them; NaN stays NaN.
+
+template <int L>
+EDGE_QKV_INLINE Float<L> saturate_to_half(Float<L> v) {
+  v = v > 65504.0f ? splat<L>(65504.0f) : v;
+  return v < -65504.0f ? splat<L>(-65504.0f) : v;
+}
+
+#if defined(__AVX512F__)
+
+EDGE_QKV_INLINE Float<16> from_half(const uint16_t* p) {
+  return (Float<16>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
+EDGE_QKV_INLINE void to_half(uint16_t* p, Float<16> v) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)saturate_to_half<16>(v),
+                                                   _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+#elif defined(__F16C__)
+
+EDGE_QKV_INLINE Float<8> from_half(const uint16_t* p) {
+  return (Float<8>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+EDGE_QKV_INLINE void to_half(uint16_t* p, Float<8> v) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)saturate_to_half<8>(v), _MM_FROUND_TO_NEAREST_INT));
+}
+
+#elif defined(__aarch64__)
+
+EDGE_QKV_INLINE Float<4> from_half(const uint16_t* p) {
+  return (Float<4>)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+EDGE_QKV_INLINE void to_half(uint16_t* p, Float<4> v) {
+  vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)saturate_to_half<4>(v))));
+}
+
+#else  // No instruction for it: integer arithmetic, which no flush-to-zero mode of the caller can disturb.
+
+EDGE_QKV_INLINE Float<4> from_half(const uint16_t* p) {
+  Simd<4>::Half half;
+  memcpy(&half, p, sizeof half);
+  const Int<4> h = __builtin_convertvector(half, Int<4>);
+  const Int<4> magnitude = (h & 0x7fff) << 13;
+  const Int<4> exponent = magnitude & (0x7c00 << 13);
+  // Rebias the exponent; for infinity and NaN push it to the top and make NaNs quiet.
+  Int<4> bits = magnitude + ((127 - 15) << 23);
+  Int<4> special = bits + ((128 - 16) << 23);
+  special |= (magnitude > (0x7c00 << 13)) & 0x00400000;
+  bits = exponent == (0x7c00 << 13) ? special : bits;
+  // A subnormal is its mantissa under an implied 1 too many: subtract that.
+  const Float<4> subnormal = (Float<4>)(bits + (1 << 23)) - (Float<4>)splat<4>(113 << 23);
+  bits = exponent == 0 ? (Int<4>)subnormal : bits;
+  return (Float<4>)(bits | (h & 0x8000) << 16);
+}
+
+EDGE_QKV_INLINE void to_half(uint16_t* p, Float<4> value) {
+  const Int<4> all = (Int<4>)saturate_to_half<4>(value);
+  const Int<4> sign = (all >> 16) & 0x8000;
+  const Int<4> x = all & 0x7fffffff;
+  // Below 2^-14: adding 0.5 aligns the mantissa to steps of 2^-24, rounding to nearest even.
+  const Int<4> kAlign = splat<4>(126 << 23);
+  const Int<4> subnormal = (Int<4>)((Float<4>)x + (Float<4>)kAlign) - kAlign;
+  // Otherwise rebias and round half to even.
+  const Int<4> odd = (x >> 13) & 1;
+  const Int<4> normal = (x - ((127 - 15) << 23) + 0xfff + odd) >> 13;
+  const Int<4> nan = 0x7e00 | ((x >> 13) & 0x3ff);
+  Int<4> h = x < (113 << 23) ? subnormal : normal;
+  h = x > 0x7f800000 ? nan : h;
+  const Simd<4>::Half half = __builtin_convertvector(h | sign, Simd<4>::Half);
+  memcpy(p, &half, sizeof half);
+}
+
+#endif
+
+// A row of `count` halves to floats, zeros up to the next whole vector.
+EDGE_QKV_INLINE void half_row_to_float(const uint16_t* in, float* out, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store<kLanes>(out + i, from_half(in + i));
+  if (i < count) {
+    uint16_t tail[kLanes] = {};
+    memcpy(tail, in + i, (size_t)(count - i) * sizeof *in);
+    store<kLanes>(out + i, from_half(tail));
+  }
+}
+
+EDGE_QKV_INLINE void float_row_to_half(const float* in, uint16_t* out, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) to_half(out + i, load<kLanes>(in + i));
+  if (i < count) {
+    float tail[kLanes] = {};
+    uint16_t half[kLanes];
+    memcpy(tail, in + i, (size_t)(count - i) * sizeof *in);
+    to_half(half, load<kLanes>(tail));
+    memcpy(out + i, half, (size_t)(count - i) * sizeof *out);
+  }
+}
+
+}  // namespace EDGE_QKV_ISA
+}  // namespace edge_qkv
