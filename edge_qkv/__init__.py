@@ -1,0 +1,24 @@
+"""edge-qkv: language models whose keys and values are one tensor, with long contexts in little memory.
+
+    from edge_qkv import Session
+    for piece in Session("package").generate("To be, or"):
+        print(piece, end="", flush=True)
+"""
+
+from edge_qkv.config import ModelConfig
+from edge_qkv.errors import Cancelled, ContextFull, EdgeQKVError, InputError
+from edge_qkv.package import Package
+from edge_qkv.session import Model, Sampling, Session
+
+__all__ = [
+    "Cancelled",
+    "ContextFull",
+    "EdgeQKVError",
+    "InputError",
+    "Model",
+    "ModelConfig",
+    "Package",
+    "Sampling",
+    "Session",
+]
+__version__ = "0.1.0"

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -21,48 +21,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from edge_qkv import files
-from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
 from edge_qkv.model import Decoder
-from edge_qkv.presets import apply_variant
+from edge_qkv.recipe import Recipe, small_config
 
 END_OF_TEXT = "<|endoftext|>"  # separates documents in the data file
 _STATE = "training-state.pt"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that decides the result, besides the data and the model's config."""
-
-    steps: int = 2600
-    batch: int = 8  # sequences a step
-    context: int = 512  # tokens a sequence
-    learning_rate: float = 1.5e-3
-    warmup: int = 100  # steps
-    weight_decay: float = 0.1
-    dropout: float = 0.1
-    held_out: float = 0.05  # fraction of the data, from its end, rounded to whole documents
-    seed: int = 1234
-    evaluate_every: int = 250  # steps; the state is saved as often
-
-
-def small_config(vocab_size: int, context: int, variant: str, query: str, positions: str, **sizes: int) -> ModelConfig:
-    """A model that trains in about an hour on two cores, in any variant."""
-    sizes = {"layers": 8, "width": 256, "heads": 8, "mlp_width": 688} | sizes
-    if sizes["width"] % sizes["heads"]:
-        raise InputError(f"--width {sizes['width']} must be a multiple of --heads {sizes['heads']}")
-    base = ModelConfig(
-        vocab_size=vocab_size,
-        max_positions=context if positions == "learned" else 32768,
-        head_dim=sizes["width"] // sizes["heads"],
-        kv_heads=sizes["heads"],
-        mlp="swiglu",
-        norm="rmsnorm",
-        positions=positions,
-        trained_context=context,
-        **sizes,
-    )
-    return replace(apply_variant(base, variant), query=query)
 
 
 def split_held_out(text: str, fraction: float) -> tuple[str, str]:

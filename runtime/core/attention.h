@@ -40,12 +40,12 @@ struct AttentionParams {
   const float* cos = nullptr;  // [P, R/2]
   const float* sin = nullptr;  // [P, R/2]
   CacheType cache_type = CacheType::kFloat16;
-  const float* query = nullptr;   // [B, T, H*D]
-  const float* key = nullptr;     // [B, T, G*D]; key and value at once when `value` is null
-  const float* value = nullptr;   // [B, T, G*D], or null when unified
-  void* key_cache = nullptr;      // [B, G, C, D] of cache_type
-  void* value_cache = nullptr;    // [B, G, C, D], or null when unified
-  float* output = nullptr;        // [B, T, H*D]
+  const float* query = nullptr;  // [B, T, H*D]
+  const float* key = nullptr;    // [B, T, G*D]; key and value at once when `value` is null
+  const float* value = nullptr;  // [B, T, G*D], or null when unified
+  void* key_cache = nullptr;     // [B, G, C, D] of cache_type
+  void* value_cache = nullptr;   // [B, G, C, D], or null when unified
+  float* output = nullptr;       // [B, T, H*D]
 };
 
 // Runs fn(arg, i) for every i in [0, count), on as many threads as the caller has; returns when all are

@@ -2,16 +2,17 @@
 // (attention_kernel.cpp, compiled once per instruction set) share.
 //
 // Only plain data and internal-linkage functions may live here: an inline function with external linkage
-// would be emitted by every instruction set's object, and the linker could keep the AVX-512 copy for all.
+// would be emitted by every instruction set's object, and the linker could keep the AVX-512 copy for
+// all.
 #pragma once
 
 #include "attention.h"
 
 namespace edge_qkv {
 
-// How a problem is cut up. A block is up to `block_rows` query rows of one batch entry and kv head; query
-// row r of a kv head stands for token r / group and query head r % group. A tile is up to `tile_rows`
-// cache rows, converted to fp32 once and used by every row of the block.
+// How a problem is cut up. A block is up to `block_rows` query rows of one batch entry and kv head;
+// query row r of a kv head stands for token r / group and query head r % group. A tile is up to
+// `tile_rows` cache rows, converted to fp32 once and used by every row of the block.
 struct TilePlan {
   int group;       // query heads that share a kv head, H / G
   int dim_pad;     // D rounded up to whole vectors
@@ -22,16 +23,16 @@ struct TilePlan {
 
 // A task's scratch. All pointers are 64-byte aligned.
 struct Scratch {
-  float* query;     // [D, block_pad], or [block_rows, dim_pad] where a block is only a few rows
-  float* scores;    // [tile_rows, block_pad], or [block_rows, tile_rows]
-  float* keys;      // [tile_rows, dim_pad]
-  float* values;    // [tile_rows, dim_pad]
-  float* acc;       // [block_rows, dim_pad] sum of weights times values, not yet divided by row_sum
-  float* row_max;   // [block_pad] largest score so far, in units of log2
-  float* row_sum;   // [block_pad] sum of weights so far
-  float* decay;     // [block_pad] factor that carries acc over to the newest row_max
-  float* row;       // [dim_pad] one row in flight
-  int32_t* visible; // [block_pad] rows of the tile that a query row may see
+  float* query;      // [D, block_pad], or [block_rows, dim_pad] where a block is only a few rows
+  float* scores;     // [tile_rows, block_pad], or [block_rows, tile_rows]
+  float* keys;       // [tile_rows, dim_pad]
+  float* values;     // [tile_rows, dim_pad]
+  float* acc;        // [block_rows, dim_pad] sum of weights times values, not yet divided by row_sum
+  float* row_max;    // [block_pad] largest score so far, in units of log2
+  float* row_sum;    // [block_pad] sum of weights so far
+  float* decay;      // [block_pad] factor that carries acc over to the newest row_max
+  float* row;        // [dim_pad] one row in flight
+  int32_t* visible;  // [block_pad] rows of the tile that a query row may see
 };
 
 // One piece of work: a block of query rows against a range of cache rows.
@@ -53,15 +54,15 @@ struct Kernel {
   int lanes;  // floats in a vector
 
   // Writes the new rows of tokens [begin, end) of one batch entry and kv head into the cache.
-  void (*append)(const AttentionParams& params, int64_t batch, int64_t kv_head, int64_t begin, int64_t end,
-                 float* row);
+  void (*append)(const AttentionParams& params, int64_t batch, int64_t kv_head, int64_t begin,
+                 int64_t end, float* row);
 
   // Attends; writes the output rows, or the partial result where `partial` is not null.
   void (*attend)(const AttentionParams& params, const TilePlan& plan, const WorkItem& item,
                  const Scratch& scratch, float* partial);
 
-  // Joins the partial results of all splits of a block, `stride` floats apart, in the order of the splits
-  // and writes the output rows.
+  // Joins the partial results of all splits of a block, `stride` floats apart, in the order of the
+  // splits and writes the output rows.
   void (*merge)(const AttentionParams& params, const TilePlan& plan, const WorkItem& item,
                 const float* partial, int splits, size_t stride, float* row);
 

@@ -1,5 +1,5 @@
-// Vectors for attention_kernel.cpp, on top of the vector extensions of GCC and Clang. Included only there:
-// everything lands in the namespace of the instruction set being compiled, EDGE_QKV_ISA.
+// Vectors for attention_kernel.cpp, on top of the vector extensions of GCC and Clang. Included only
+// there: everything lands in the namespace of the instruction set being compiled, EDGE_QKV_ISA.
 //
 // No header of the C++ library may be included here, see attention_kernel.h.
 #pragma once
@@ -91,8 +91,10 @@ EDGE_QKV_INLINE Float<4> fold(Float<16> v) {
 
 // Lane i of the result is the sum of the lanes of the i-th argument.
 EDGE_QKV_INLINE Float<4> sum_lanes(Float<4> a, Float<4> b, Float<4> c, Float<4> d) {
-  const Float<4> ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
-  const Float<4> cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  const Float<4> ab =
+      __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  const Float<4> cd =
+      __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
   return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
 
@@ -118,9 +120,9 @@ EDGE_QKV_INLINE Float<L> exp2_nonpositive(Float<L> x) {
   return x < -126.0f ? Float<L>{} : scaled;
 }
 
-// Half precision. Values beyond the largest half, 65504, saturate when written: an infinity in a cached row
-// would turn every later score into NaN, a slightly too small value does not. Infinities saturate with
-// them; NaN stays NaN.
+// Half precision. Values beyond the largest half, 65504, saturate when written: an infinity in a cached
+// row would turn every later score into NaN, a slightly too small value does not. Infinities saturate
+// with them; NaN stays NaN.
 
 template <int L>
 EDGE_QKV_INLINE Float<L> saturate_to_half(Float<L> v) {
@@ -130,12 +132,13 @@ EDGE_QKV_INLINE Float<L> saturate_to_half(Float<L> v) {
 
 #if defined(__AVX512F__)
 
+// The forms with a mask, for GCC warns of an uninitialised operand in its own header's plain ones.
 EDGE_QKV_INLINE Float<16> from_half(const uint16_t* p) {
-  return (Float<16>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+  return (Float<16>)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)p));
 }
 EDGE_QKV_INLINE void to_half(uint16_t* p, Float<16> v) {
-  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)saturate_to_half<16>(v),
-                                                   _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm256_storeu_si256((__m256i*)p, _mm512_maskz_cvtps_ph(0xffff, (__m512)saturate_to_half<16>(v),
+                                                         _MM_FROUND_TO_NEAREST_INT));
 }
 
 #elif defined(__F16C__)
@@ -144,7 +147,8 @@ EDGE_QKV_INLINE Float<8> from_half(const uint16_t* p) {
   return (Float<8>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 }
 EDGE_QKV_INLINE void to_half(uint16_t* p, Float<8> v) {
-  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)saturate_to_half<8>(v), _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128((__m128i*)p,
+                   _mm256_cvtps_ph((__m256)saturate_to_half<8>(v), _MM_FROUND_TO_NEAREST_INT));
 }
 
 #elif defined(__aarch64__)
@@ -156,7 +160,8 @@ EDGE_QKV_INLINE void to_half(uint16_t* p, Float<4> v) {
   vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)saturate_to_half<4>(v))));
 }
 
-#else  // No instruction for it: integer arithmetic, which no flush-to-zero mode of the caller can disturb.
+#else  // No instruction for it: integer arithmetic, which no flush-to-zero mode of the caller can
+       // disturb.
 
 EDGE_QKV_INLINE Float<4> from_half(const uint16_t* p) {
   Simd<4>::Half half;

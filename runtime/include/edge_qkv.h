@@ -116,7 +116,7 @@ typedef struct eqkv_sampler_options {
   float min_p;
   float repetition_penalty;   /* > 1 makes tokens of the last `repetition_window` less likely */
   int32_t repetition_window;  /* tokens; 0: the whole session */
-  uint64_t seed;              /* same seed, same tokens, same machine: same choice */
+  uint64_t seed;              /* a choice depends on seed, logits and tokens alone, also after a rewind */
 } eqkv_sampler_options;
 EQKV_API eqkv_status eqkv_session_set_sampler(eqkv_session* session,
                                               const eqkv_sampler_options* options);

@@ -1,0 +1,47 @@
+# `make demo` and `make test` set up everything they need in .venv, from a fresh clone.
+PYTHON ?= python3
+# One exact release: it comes as a CPU build where the index has one, and is what the project is tested with.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt $(shell find runtime -name '*.cpp' -o -name '*.h' -o -name '*.cmake' -o -name '*.txt' 2>/dev/null)
+
+.PHONY: demo test lint format clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/installed
+	$(BIN)/edge-qkv demo --output demo
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/linted
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	find runtime \( -name '*.cpp' -o -name '*.h' \) -print0 | xargs -0 $(BIN)/clang-format --dry-run --Werror
+
+format: $(VENV)/linted
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	find runtime \( -name '*.cpp' -o -name '*.h' \) -print0 | xargs -0 $(BIN)/clang-format -i
+
+clean:
+	rm -rf $(VENV) build demo .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/torch: $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	@touch $@
+
+# Editable: Python sources are used where they are; a change of the native sources installs again.
+$(VENV)/installed: $(VENV)/torch $(SOURCES)
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+$(VENV)/linted: $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet ruff==0.14.6 clang-format==21.1.6
+	@touch $@

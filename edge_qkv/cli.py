@@ -1,0 +1,293 @@
+"""The command line: `edge-qkv export | run | inspect | train | demo`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from edge_qkv import __version__, files
+from edge_qkv.config import CACHE_BYTES, POSITIONS, QUERY
+from edge_qkv.errors import Cancelled, EdgeQKVError, InputError
+
+_EXAMPLES = """\
+examples:
+  edge-qkv export checkpoint.pt --output model --tokenizer tokenizer.json
+  edge-qkv run model --prompt "Once upon a time"
+  edge-qkv inspect random:1.2B/Q-MQA
+  edge-qkv train --data corpus.txt --output checkpoint --variant Q-MQA
+  edge-qkv demo
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns 0, 2 after an error a user can act on, 130 after Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.command(arguments) or 0
+    except EdgeQKVError as error:
+        print(f"edge-qkv: {error}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, Cancelled):
+        print("\nedge-qkv: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        sys.stderr.close()
+        return 0
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    _need("torch", "export")
+    from edge_qkv.export import TARGETS
+
+    options = {"weights": arguments.weights, "cache": arguments.cache, "block_size": arguments.block_size}
+    manifest = TARGETS[arguments.target](
+        arguments.checkpoint,
+        arguments.output,
+        tokenizer=arguments.tokenizer,
+        held_text=arguments.parity_text,
+        parity=not arguments.no_parity,
+        **options,
+    )
+    from edge_qkv.inspection import describe, inspect, parity_line
+
+    if arguments.json:
+        print(json.dumps(manifest, indent=2))
+        return
+    print(describe(str(arguments.output), inspect(str(arguments.output))))
+    print(f"\nparity: {parity_line(manifest['parity'])}" if manifest["parity"] else "\nparity: not measured")
+    if "tokenizer.json" not in manifest["files"]:
+        print("no tokenizer in the package: it takes token ids (edge-qkv run --tokens); --tokenizer adds one")
+    print(f"run it: edge-qkv run {arguments.output} --prompt ...")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from edge_qkv.session import Sampling, Session
+    from edge_qkv.text import until_stop
+
+    sampling = Sampling(**{f.name: getattr(arguments, f.name) for f in fields(Sampling)})
+    prompt = _prompt(arguments)
+    with Session(
+        arguments.package,
+        context=arguments.context,
+        prefill_chunk=arguments.prefill_chunk,
+        threads=arguments.threads,
+        verify=not arguments.no_verify,
+    ) as session:
+        progress = _prefill_progress if sys.stderr.isatty() else None
+        if isinstance(prompt, str):
+            pieces = session.generate(prompt, arguments.max_tokens, sampling, arguments.stop, progress)
+            echo = prompt
+        else:
+            ids = session.generate_tokens(prompt, arguments.max_tokens, sampling, progress)
+            pieces = until_stop((f"{i} " for i in ids), arguments.stop)
+            echo = ""
+        try:
+            if not arguments.json:
+                print(echo, end="", flush=True)
+            text = []
+            for piece in pieces:
+                text.append(piece)
+                if not arguments.json:
+                    print(piece, end="", flush=True)
+        finally:
+            if not arguments.json:
+                print(flush=True)
+        figures = _figures(session)
+        if arguments.json:
+            print(json.dumps({"text": "".join(text), "figures": figures}, indent=2))
+        if arguments.stats:
+            files.write_json(arguments.stats, figures)
+        if not arguments.quiet and not arguments.json:
+            print(_figures_line(figures), file=sys.stderr)
+
+
+def _prompt(arguments: argparse.Namespace) -> str | list[int]:
+    if arguments.tokens is not None:
+        try:
+            return [int(t) for t in arguments.tokens.replace(",", " ").split()]
+        except ValueError:
+            raise InputError(f"--tokens {arguments.tokens!r}: give whole numbers separated by commas") from None
+    if arguments.prompt is not None:
+        return arguments.prompt
+    try:
+        source = arguments.prompt_file
+        if source is None and sys.stdin.isatty():
+            raise InputError("no prompt; give --prompt TEXT, --prompt-file FILE or --tokens IDS, or pipe text in")
+        data = sys.stdin.buffer.read() if source in (None, Path("-")) else source.read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise InputError(f"--prompt-file {source}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"the prompt must be UTF-8 text (byte {error.start} is not)") from None
+
+
+def _figures(session) -> dict:
+    timing = session.timing
+    rate = lambda tokens, seconds: round(tokens / seconds, 2) if seconds else None  # noqa: E731
+    return {
+        "isa": _isa(),
+        "context": session.context,
+        "tokens": len(session.tokens),
+        "prefill_tokens_per_second": rate(timing.prefill_tokens, timing.prefill_seconds),
+        "decode_tokens_per_second": rate(timing.decode_tokens, timing.decode_seconds),
+        "weight_bytes": session.model.package.weight_bytes,
+        "memory": session.memory(),
+    } | {"timing": asdict(timing)}
+
+
+def _isa() -> str:
+    from edge_qkv._native import library
+
+    return library().eqkv_isa().decode()
+
+
+def _figures_line(figures: dict) -> str:
+    from edge_qkv.tables import size
+
+    timing, memory = figures["timing"], figures["memory"]
+    return (
+        f"[prefill {timing['prefill_tokens']} tokens, {figures['prefill_tokens_per_second']} tokens/s; "
+        f"decode {timing['decode_tokens']} tokens, {figures['decode_tokens_per_second']} tokens/s; "
+        f"cache {size(memory['cache_used'])} of {size(memory['cache_reserved'])}; "
+        f"peak memory {size(memory['peak_resident'])}]"
+    )
+
+
+def _prefill_progress(done: int, total: int) -> None:
+    if total > 512:
+        end = "\r" if done < total else "\r\033[K"
+        print(f"\rprefill {done:,} of {total:,} tokens", end=end, file=sys.stderr, flush=True)
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from edge_qkv.inspection import describe, inspect
+
+    facts = inspect(arguments.path)
+    print(json.dumps(facts, indent=2) if arguments.json else describe(arguments.path, facts))
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    _need("torch", "export")
+    from edge_qkv.recipe import Recipe
+    from edge_qkv.training import train
+
+    recipe = Recipe(**{f.name: getattr(arguments, f.name) for f in fields(Recipe)})
+    options = {n: getattr(arguments, n) for n in ("variant", "query", "positions")}
+    options |= {n: getattr(arguments, n) for n in ("layers", "width", "heads", "mlp_width")}
+    report = train(arguments.data, arguments.output, recipe, options, arguments.vocab_size, arguments.weights)
+    print(
+        f"{arguments.output}: {report['variant']}, {report['parameters']:,} parameters, held-out perplexity "
+        f"{report['held_out_perplexity']:.2f}, {report['held_out_bits_per_byte']:.3f} bits a byte"
+    )
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    _need("torch", "export")
+    from edge_qkv.demo import demo
+
+    demo(arguments.output, arguments.prompt, arguments.max_tokens, arguments.threads)
+
+
+def _need(module: str, extra: str) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec(module) is None:
+        raise InputError(f"this needs {module}, which is not installed; run pip install 'edge-qkv[{extra}]'")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="edge-qkv",
+        description="Language models with a unified KV cache: export a checkpoint, run it in little memory.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"edge-qkv {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, function, summary: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        added.set_defaults(command=function)
+        return added
+
+    _add_export(command("export", _export, "Export a checkpoint to a model package and compare the two."))
+    _add_run(command("run", _run, "Run a package: the text that follows a prompt, as it is written."))
+    added = command("inspect", _inspect, "Show config, sizes and cache table of a checkpoint or package.")
+    added.add_argument("path", help="package, checkpoint, or random:PRESET such as random:1.2B/Q-MQA")
+    added.add_argument("--json", action="store_true", help="print JSON")
+    _add_train(command("train", _train, "Train a small model on a text file; stop it and it goes on where it was."))
+    added = command("demo", _demo, "Export the bundled model to int4 and int8, write text, and show the memory table.")
+    added.add_argument("--output", type=Path, default=Path("demo"), help="directory for the packages")
+    added.add_argument("--prompt", default="KING HENRY.\n", help="text to go on from")
+    added.add_argument("--max-tokens", type=int, default=128, help="tokens to write")
+    added.add_argument("--threads", type=int, default=0, help="0: one for each core")
+    return parser
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("checkpoint", help="checkpoint file or directory, or random:PRESET for random weights")
+    add("--target", default="onnx", choices=("onnx",), help="what to export to")
+    add("--weights", default="int4", choices=("fp32", "int8", "int4"), help="weight type")
+    add("--cache", default="fp16", choices=tuple(CACHE_BYTES), help="cache type; fixed at export")
+    add("--block-size", type=int, choices=(32, 64, 128), help="weights that share a scale; default: by measurement")
+    add("--output", type=Path, required=True, help="package directory to write; replaced as a whole")
+    add("--tokenizer", type=Path, help="tokenizer.json; default: the one beside the checkpoint")
+    add("--parity-text", type=Path, help="held-out text to compare on; default: the checkpoint's own, or random tokens")
+    add("--no-parity", action="store_true", help="skip the comparison with the checkpoint")
+    add("--json", action="store_true", help="print the manifest as JSON")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    from edge_qkv.session import DEFAULT_CHUNK, Sampling
+
+    add = parser.add_argument
+    add("package", help="directory written by edge-qkv export")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", help="text to go on from")
+    source.add_argument("--prompt-file", type=Path, help="file with the prompt; - or none: standard input")
+    source.add_argument("--tokens", help="prompt as token ids, e.g. 12,7,99; the output is ids as well")
+    add("--max-tokens", type=int, default=256, help="tokens to write at most")
+    add("--context", type=int, help="capacity in tokens; default: 4096 or the model's limit, if lower")
+    add("--temperature", type=float, default=Sampling.temperature, help="0: always the likeliest token")
+    add("--top-k", type=int, default=Sampling.top_k, help="choose among the k likeliest; 0: off")
+    add("--top-p", type=float, default=Sampling.top_p, help="smallest set with this probability; 1: off")
+    add("--min-p", type=float, default=Sampling.min_p, help="drop tokens below this share of the likeliest; 0: off")
+    add("--repetition-penalty", type=float, default=Sampling.repetition_penalty, help="above 1: fewer repeats")
+    add("--repetition-window", type=int, default=Sampling.repetition_window, help="tokens it looks back; 0: all")
+    add("--seed", type=int, help="same seed, same text; default: a new one each time")
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
+    add("--threads", type=int, default=0, help="0: one for each core")
+    add("--prefill-chunk", type=int, default=DEFAULT_CHUNK, help="prompt tokens evaluated at once")
+    add("--no-verify", action="store_true", help="do not check the files' SHA-256 before loading")
+    add("--json", action="store_true", help="print one JSON object at the end instead of streaming")
+    add("--stats", type=Path, metavar="FILE", help="write speed and memory as JSON")
+    add("--quiet", action="store_true", help="no closing line with speed and memory")
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    from edge_qkv.recipe import Recipe
+
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="UTF-8 text; <|endoftext|> separates documents")
+    add("--output", type=Path, required=True, help="checkpoint directory; an interrupted run goes on")
+    add("--variant", default="Q-MQA", help="QKV, Q=K-V, Q-K=V, Q=K=V, GQA-N, MQA, Q-GQA-N or Q-MQA")
+    add("--query", default="projected", choices=tuple(QUERY), help="how the query is formed")
+    add("--positions", default="rotary-conjugate", choices=POSITIONS, help="position encoding")
+    for name, default, what in (("layers", 8, "layers"), ("width", 256, "width"), ("heads", 8, "query heads")):
+        add(f"--{name}", type=int, default=default, help=what)
+    add("--mlp-width", type=int, default=688, help="inner width of the MLP")
+    add("--vocab-size", type=int, default=4096, help="tokens of the byte-level BPE")
+    add("--weights", default="fp16", choices=("fp16", "fp32"), help="type the weights are stored in")
+    for f in fields(Recipe):
+        add(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default, help=f.metadata["help"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

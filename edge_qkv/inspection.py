@@ -1,0 +1,89 @@
+"""What `edge-qkv inspect` says of a checkpoint or a package, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from edge_qkv.config import CACHE_BYTES, ModelConfig
+from edge_qkv.package import MANIFEST, Package
+from edge_qkv.tables import size, table
+
+CONTEXTS = (1024, 4096, 8192, 16384, 32768)
+
+
+def inspect(path: str) -> dict[str, Any]:
+    """Facts of a package directory, a checkpoint, or `random:PRESET`; raises `InputError`."""
+    if (Path(path) / MANIFEST).exists():
+        package = Package.open(path, verify=False)
+        manifest = package.manifest
+        facts = {
+            "kind": "package",
+            "target": manifest.get("target"),
+            "weights": manifest.get("weights"),
+            "cache": manifest.get("cache"),
+            "weight_bytes": package.weight_bytes,
+            "tokenizer": package.tokenizer_file is not None,
+            "parity": manifest.get("parity"),
+        }
+        config = package.config
+    else:
+        from edge_qkv.checkpoints import read_checkpoint
+
+        checkpoint = read_checkpoint(path)
+        config = checkpoint.config
+        facts = {"kind": "checkpoint", "format": checkpoint.format, "tokenizer": checkpoint.tokenizer is not None}
+    return facts | {
+        "variant": config.variant,
+        "parameters": config.parameters(),
+        "config": config.to_dict(),
+        "cache_bytes_per_token": {cache: config.cache_bytes_per_token(cache) for cache in CACHE_BYTES},
+        "cache_bytes": cache_table(config),
+    }
+
+
+def cache_table(config: ModelConfig) -> list[dict[str, int]]:
+    """Cache bytes at each context, beside the same model with a key and a value a head."""
+    full = replace(config, sharing="qkv", kv_heads=config.heads, query="projected")
+    return [
+        {"context": n} | {cache: config.cache_bytes(n, cache) for cache in CACHE_BYTES} | {"qkv": full.cache_bytes(n)}
+        for n in CONTEXTS
+    ]
+
+
+def describe(path: str, facts: dict[str, Any]) -> str:
+    """The same facts as text."""
+    kind = facts["kind"]
+    what = f"{facts['target']} package" if kind == "package" else f"{facts['format']} checkpoint"
+    rows = [("variant", facts["variant"]), ("parameters", f"{facts['parameters']:,}")]
+    if kind == "package":
+        rows += [
+            ("weights", f"{facts['weights']}, {size(facts['weight_bytes'])}"),
+            ("cache type", facts["cache"]),
+        ]
+        if parity := facts["parity"]:
+            rows.append(("parity", parity_line(parity)))
+    rows.append(("tokenizer", "yes" if facts["tokenizer"] else "none: token ids only; export with --tokenizer to add one"))
+    rows += [(f"  {name}", value) for name, value in facts["config"].items()]
+    lines = [f"{path}: {what}", *(f"{name:<18} {value}" for name, value in rows), ""]
+    caches = [
+        (
+            f"{row['context']:,} tokens",
+            *(f"{row[c]:,} ({size(row[c])})" for c in CACHE_BYTES),
+            f"{row['qkv'] / row['fp16']:.0f}x",
+        )
+        for row in facts["cache_bytes"]
+    ]
+    lines.append(table(caches, ("cache bytes", *CACHE_BYTES, "QKV/this, fp16")))
+    return "\n".join(lines)
+
+
+def parity_line(parity: dict[str, Any]) -> str:
+    """One line of a parity report: how far the export is from the checkpoint."""
+    return (
+        f"logit error max {parity['max_logit_error']:.2g}, mean {parity['mean_logit_error']:.2g}; "
+        f"top-1 agreement {parity['top1_agreement']:.1%}; perplexity {parity['perplexity_export']:.3f} "
+        f"against {parity['perplexity_checkpoint']:.3f} ({parity['perplexity_change']:+.2%}) "
+        f"over {parity['tokens']:,} tokens ({parity['input']})"
+    )

@@ -1,0 +1,138 @@
+"""The model package: a directory that `edge-qkv export` writes and the runtime opens.
+
+It holds the engine's model files, `tokenizer.json` when there is one, and `edge_qkv.json`, which names
+every other file with its size and SHA-256.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_qkv import files
+from edge_qkv.config import ModelConfig
+from edge_qkv.errors import InputError
+
+MANIFEST = "edge_qkv.json"
+FORMAT = 1
+# Names that tokenizers give to the token that ends a text.
+_END_TOKENS = (
+    "<|endoftext|>",
+    "</s>",
+    "<eos>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<end_of_turn>",
+    "<|end|>",
+)
+
+
+@dataclass(frozen=True)
+class Package:
+    """An opened and checked package."""
+
+    path: Path
+    manifest: dict[str, Any]
+    config: ModelConfig
+
+    @classmethod
+    def open(cls, path: str | Path, verify: bool = True) -> Package:
+        """Reads `edge_qkv.json` and checks every file it names: presence, size and, with `verify`, content.
+
+        Raises `InputError` naming the file.
+        """
+        path = Path(path)
+        manifest_file = path / MANIFEST
+        if not manifest_file.is_file():
+            kind = "is not a model package (no edge_qkv.json in it)" if path.is_dir() else "is not a directory"
+            raise InputError(f"{path}: {kind}; make a package with `edge-qkv export`")
+        try:
+            manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{manifest_file}: cannot be read as JSON ({error}); export the package again") from None
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
+            raise InputError(f"{manifest_file}: is not a package manifest; export the package again")
+        if manifest["format"] != FORMAT:
+            raise InputError(
+                f"{manifest_file}: has format {manifest['format']}, this version reads {FORMAT}; "
+                "export the package again or install the matching edge-qkv"
+            )
+        config = ModelConfig.from_dict(manifest.get("config"), str(manifest_file))
+        listed = manifest.get("files")
+        if not isinstance(listed, dict) or not listed:
+            raise InputError(f"{manifest_file}: lists no files; export the package again")
+        for name, facts in listed.items():
+            _check_file(path, name, facts, verify)
+        return cls(path, manifest, config)
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        return self.path / "tokenizer.json" if "tokenizer.json" in self.manifest["files"] else None
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Token ids that end a text."""
+        return frozenset(t for t in self.manifest.get("stop_tokens", []) if isinstance(t, int))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the model files on disk."""
+        return sum(f["bytes"] for name, f in self.manifest["files"].items() if name != "tokenizer.json")
+
+    def tokenizer(self):
+        """The package's tokenizer, or an `InputError` that says what to do without one."""
+        if self.tokenizer_file is None:
+            raise InputError(
+                f"{self.path}: has no tokenizer, so it takes token ids only (--tokens); "
+                "export again with --tokenizer tokenizer.json to use text"
+            )
+        return load_tokenizer(self.tokenizer_file, self.config.vocab_size)
+
+
+def load_tokenizer(path: Path, vocab_size: int):
+    """Reads a `tokenizer.json` and checks that the model has a row for each of its tokens."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except Exception as error:  # the library raises plain Exception for anything it cannot parse
+        raise InputError(f"{path}: is not a tokenizer.json ({_one_line(error)})") from None
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest < 0:
+        raise InputError(f"{path}: has an empty vocabulary; give the tokenizer.json the model was trained with")
+    if largest >= vocab_size:
+        raise InputError(
+            f"{path}: belongs to another model: it has token {largest}, the model has {vocab_size} tokens; "
+            "give the tokenizer.json the model was trained with"
+        )
+    return tokenizer
+
+
+def stop_tokens(tokenizer) -> list[int]:
+    """Ids of the tokens of a tokenizer that end a text."""
+    return sorted(i for name in _END_TOKENS if (i := tokenizer.token_to_id(name)) is not None)
+
+
+def _check_file(folder: Path, name: str, facts: Any, verify: bool) -> None:
+    file = folder / str(name)
+    if Path(name).name != name or name in ("", ".", ".."):
+        raise InputError(f"{folder / MANIFEST}: lists {name!r}, which is not a plain file name; export it again")
+    if not isinstance(facts, dict) or not isinstance(facts.get("bytes"), int):
+        raise InputError(f"{folder / MANIFEST}: says nothing about {name}; export the package again")
+    if not file.is_file():
+        raise InputError(f"{file}: is missing from the package; copy the whole directory or export it again")
+    if file.stat().st_size != facts["bytes"]:
+        raise InputError(
+            f"{file}: has {file.stat().st_size:,} bytes, not {facts['bytes']:,}; copy the package again or export it again"
+        )
+    if verify and files.sha256(file) != facts.get("sha256"):
+        raise InputError(f"{file}: is damaged (its SHA-256 differs); copy the package again or export it again")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

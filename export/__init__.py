@@ -1,0 +1,58 @@
+"""Exporters, one file a target. Each takes the same arguments and writes a whole package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from edge_qkv.checkpoints import Checkpoint, read_checkpoint
+from edge_qkv.errors import InputError
+from edge_qkv.export.progress import Progress, silent
+
+HELD_TEXT = "held-out.txt"  # beside a checkpoint: text it was not trained on
+
+
+class Exporter(Protocol):
+    def __call__(
+        self,
+        checkpoint: str,
+        output: Path,
+        *,
+        weights: str = "int4",
+        cache: str = "fp16",
+        block_size: int | None = None,
+        tokenizer: Path | None = None,
+        held_text: Path | None = None,
+        parity: bool = True,
+        progress: Progress = silent,
+    ) -> dict[str, Any]:
+        """Exports the checkpoint at `checkpoint` to the directory `output` and returns the manifest.
+
+        held_text: UTF-8 file on which the parity report compares the two; default: the held-out.txt beside the
+        checkpoint, else random tokens. Raises `InputError`.
+        """
+
+
+def _onnx(checkpoint: str, output: Path, *, held_text: Path | None = None, parity: bool = True, **options):
+    from edge_qkv.export.onnx import export_onnx
+
+    source = read_checkpoint(checkpoint)
+    return export_onnx(source, output, text=_held_text(held_text, source), run_parity=parity, **options)
+
+
+# Target name -> its exporter; the heavy libraries are imported when one is called.
+TARGETS: dict[str, Exporter] = {"onnx": _onnx}
+
+
+def _held_text(path: Path | None, checkpoint: Checkpoint) -> str | None:
+    if path is None:
+        folder = checkpoint.path if checkpoint.path is None or checkpoint.path.is_dir() else checkpoint.path.parent
+        if folder is None or not (folder / HELD_TEXT).is_file():
+            return None
+        path = folder / HELD_TEXT
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--parity-text {path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"--parity-text {path}: must be UTF-8 text (byte {error.start} is not)") from None

@@ -1,0 +1,188 @@
+"""The decoder lowered to an ONNX graph: no data, every weight an initializer still to be filled."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from edge_qkv.config import ModelConfig
+from edge_qkv.export import onnx_function
+from edge_qkv.model import Decoder
+
+CACHE_DTYPE = {"fp32": torch.float32, "fp16": torch.float16}
+_EXAMPLE_TOKENS, _EXAMPLE_ROWS, _EXAMPLE_CAPACITY = 5, 3, 8  # never 0 or 1: tracing would take those for constants
+
+
+def cache_names(config: ModelConfig) -> list[tuple[str, ...]]:
+    """The names of each layer's caches as graph inputs."""
+    kinds = ("kv",) if config.unified else ("key", "value")
+    return [tuple(f"{kind}.{i}" for kind in kinds) for i in range(config.layers)]
+
+
+def output_name(cache: str) -> str:
+    """kv.3 -> kv_out.3"""
+    kind, layer = cache.split(".")
+    return f"{kind}_out.{layer}"
+
+
+def symbolic_attend(
+    config: ModelConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    caches: tuple[Tensor, ...],
+    past: Tensor,
+    tables: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Stands in for `edge_qkv.attention.attend` and leaves the operator's node in the graph."""
+    inputs = [query, key, caches[0], past, *(tables or (None, None)), value, None if value is None else caches[1]]
+    while inputs[-1] is None:
+        inputs.pop()
+    out, *updated = torch.onnx.ops.symbolic_multi_out(
+        f"{onnx_function.DOMAIN}::{onnx_function.NAME}",
+        inputs,
+        onnx_function.attributes(config),
+        dtypes=(query.dtype, *(c.dtype for c in caches)),
+        shapes=((*key.shape[:2], config.heads * config.head_dim), *(c.shape for c in caches)),
+        version=onnx_function.VERSION,
+    )
+    return out, tuple(updated)
+
+
+class _WithWeights(nn.Module):
+    """The decoder as a function of its weights.
+
+    As inputs of the graph they have no values, so nothing can be folded, merged or copied on their account.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self._decoder = (decoder,)  # in a tuple: not a submodule, its own parameters stay out
+
+    def forward(
+        self, input_ids: Tensor, past: Tensor, logit_rows: Tensor, weights: dict[str, Tensor], caches: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        (decoder,) = self._decoder
+        each = decoder.config.caches
+        grouped = [tuple(caches[i : i + each]) for i in range(0, len(caches), each)]
+        logits, updated = torch.func.functional_call(decoder, weights, (input_ids, past, grouped, logit_rows))
+        return (logits, *(cache for layer in updated for cache in layer))
+
+
+def named_weights(decoder: Decoder) -> dict[str, Tensor]:
+    """Parameters and rotary tables by name, shared ones once."""
+    return dict(decoder.named_parameters()) | dict(decoder.named_buffers())
+
+
+def build(decoder: Decoder, cache: str) -> ir.Model:
+    """Lowers a prepared decoder. The initializers are values without data; their names are `named_weights`'."""
+    config, dtype = decoder.config, CACHE_DTYPE[cache]
+    weights = {name: _without_memory(w.shape, w.dtype) for name, w in named_weights(decoder).items()}
+    names = [name for layer in cache_names(config) for name in layer]
+    cache_shape = (1, config.kv_heads, _EXAMPLE_CAPACITY, config.head_dim)
+    example = (
+        torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.int64),
+        torch.tensor(2),
+        torch.arange(_EXAMPLE_ROWS),
+        weights,
+        [torch.zeros(cache_shape, dtype=dtype) for _ in names],  # last: a dict there would be taken for keywords
+    )
+    any_size = torch.export.Dim.DYNAMIC
+    dynamic = {
+        "input_ids": {1: any_size},
+        "past": None,
+        "logit_rows": {0: any_size},
+        "weights": dict.fromkeys(weights),
+        "caches": [{2: any_size} for _ in names],
+    }
+    with _quiet():
+        program = torch.onnx.export(
+            _WithWeights(decoder).eval(),
+            example,
+            dynamo=True,
+            opset_version=onnx_function.OPSET,
+            dynamic_shapes=dynamic,
+            verbose=False,
+        )
+    model = program.model
+    _name_interface(model.graph, names, list(weights))
+    return model
+
+
+def fill(model: ir.Model, tensor_of: Callable[[str], ir.TensorProtocol]) -> None:
+    """Gives every initializer that still has no data its tensor."""
+    for name, value in model.graph.initializers.items():
+        if value.const_value is None:
+            value.const_value = tensor_of(name)
+
+
+def finish(model: ir.Model, config: ModelConfig, cache: str, producer_version: str) -> None:
+    """Adds the operator's function, and the metadata from which the runtime plans without any other file."""
+    function = ir.serde.deserialize_function(onnx_function.attention_function(config, cache))
+    model.functions[function.identifier()] = function
+    model.opset_imports[onnx_function.DOMAIN] = onnx_function.VERSION
+    model.producer_name, model.producer_version = "edge-qkv", producer_version
+    model.ir_version = 10  # the one of opset 21
+    model.metadata_props.clear()
+    model.metadata_props.update(metadata(config, cache))
+
+
+def metadata(config: ModelConfig, cache: str) -> dict[str, str]:
+    facts = {
+        "format": 1,
+        "vocab_size": config.vocab_size,
+        "layers": config.layers,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "caches": config.caches,
+        "max_positions": config.max_positions,
+        "cache_type": cache,
+    }
+    return {f"edge_qkv.{name}": str(value) for name, value in facts.items()}
+
+
+def _name_interface(graph: ir.Graph, caches: list[str], weights: list[str]) -> None:
+    """Names inputs and outputs, and turns the weights from inputs into initializers."""
+    inputs = list(graph.inputs)
+    for value, name in zip(inputs, ["input_ids", "past", "logit_rows", *weights, *caches], strict=True):
+        value.name = name
+    for value in inputs[3 : 3 + len(weights)]:
+        graph.inputs.remove(value)
+        graph.initializers[value.name] = value
+    for value, name in zip(graph.outputs, ["logits", *map(output_name, caches)], strict=True):
+        value.name = name
+    sizes = {"input_ids": {1: "T"}, "logit_rows": {0: "R"}, "logits": {1: "R"}}
+    for value in [*graph.inputs, *graph.outputs]:
+        kind = value.name.split(".")[0].removesuffix("_out")
+        axes = {2: "C"} if kind in ("kv", "key", "value") else sizes.get(value.name, {})
+        value.shape = ir.Shape([axes.get(i, size) for i, size in enumerate(value.shape)])
+    for node in graph:  # what tracing notes about source lines is of no use to a reader of the model
+        node.metadata_props.clear()
+        for value in node.outputs:
+            value.metadata_props.clear()
+
+
+def _without_memory(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Tracing reports its steps on standard output and warns about its own internals."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logger = logging.getLogger("torch.onnx")
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+

@@ -1,0 +1,272 @@
+"""How weights are stored: the modules that stand in for a decoder's matrices, and the file that holds the data.
+
+Nothing here holds more than one tensor of the checkpoint at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from edge_qkv.config import ModelConfig
+from edge_qkv.export.quantize import blocks_of, quantize
+from edge_qkv.model import Decoder, RMSNorm
+
+ALIGNMENT = 4096  # a page: every tensor can be mapped by itself
+INLINE_BELOW = 1024  # bytes; smaller tensors stay in the graph
+
+Pieces = dict[str, Tensor]  # name in the file -> data
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is stored in how many bits; 0 means float32."""
+
+    bits: int  # of the matrices inside the layers
+    head_bits: int  # of the head, and of the embedding tied to it
+    table_bits: int  # of tables that are only looked up: an untied embedding, learned positions
+    block_size: int
+    accuracy_level: int  # of MatMulNBits; 4: activations become int8, block by block; 1: they stay float32
+
+
+@dataclass
+class Storage:
+    """From the tensors of a checkpoint to the parameters of the prepared decoder."""
+
+    convert: dict[str, Callable[[Tensor], Pieces]] = field(default_factory=dict)  # by decoder weight name
+    # Parameter -> the piece that holds it, where the names differ: two parameters of one tied weight have
+    # different shapes (an operator each), but their bytes are the same and are stored once.
+    alias: dict[str, str] = field(default_factory=dict)
+
+    def piece_of(self, parameter: str) -> str:
+        return self.alias.get(parameter, parameter)
+
+    def store_blocked(self, weight: str, name: str, bits: int, block_size: int) -> None:
+        def convert(tensor: Tensor) -> Pieces:
+            quantized = quantize(tensor, bits, block_size)
+            return {f"{name}.packed": quantized.codes, f"{name}.scales": quantized.scales}
+
+        self.convert[weight] = convert
+
+
+class FloatLinear(nn.Module):
+    """x [..., K] times weight, stored as [K, N]: the form MatMul takes, with nothing left to transpose at load."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = _placeholder((linear.in_features, linear.out_features))
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.weight
+        return x if self.bias is None else x + self.bias
+
+
+class FloatHead(nn.Module):
+    """Hidden rows [1, R, K] times weight [V, K] transposed, which a tied embedding reads by rows.
+
+    Gemm reads the second operand either way; MatMul would need a transposed second copy of the weight.
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.squeeze(0)  # [R, K]
+        logits = torch.onnx.ops.symbolic(
+            "Gemm", (rows, self.weight), {"transB": 1}, dtype=x.dtype, shape=(rows.shape[0], self.weight.shape[0])
+        )
+        return logits.unsqueeze(0)  # [1, R, V]
+
+
+class BlockedLinear(nn.Module):
+    """x [..., K] times a weight [N, K] in blocks of 4 or 8 bits."""
+
+    def __init__(self, linear: nn.Linear, bits: int, recipe: Recipe) -> None:
+        super().__init__()
+        self.inputs, self.outputs, self.bits, self.recipe = linear.in_features, linear.out_features, bits, recipe
+        blocks = blocks_of(self.inputs, recipe.block_size)
+        self.packed = _placeholder((self.outputs, blocks, recipe.block_size * bits // 8), torch.uint8)
+        self.scales = _placeholder((self.outputs, blocks))
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        options = {
+            "K": self.inputs,
+            "N": self.outputs,
+            "bits": self.bits,
+            "block_size": self.recipe.block_size,
+            "accuracy_level": self.recipe.accuracy_level,
+        }
+        x = torch.onnx.ops.symbolic(
+            "com.microsoft::MatMulNBits",
+            (x, self.packed, self.scales),
+            options,
+            dtype=x.dtype,
+            shape=(*x.shape[:-1], self.outputs),
+            version=1,
+        )
+        return x if self.bias is None else x + self.bias
+
+
+class BlockedTable(nn.Module):
+    """Rows of a table [V, K] in blocks of 4 or 8 bits, looked up by number.
+
+    Reads the same bytes as MatMulNBits, but wants them as a matrix: [V, blocks * block_size * bits / 8].
+    """
+
+    def __init__(self, table: nn.Embedding, bits: int, block_size: int) -> None:
+        super().__init__()
+        self.columns, self.bits, self.block_size = table.embedding_dim, bits, block_size
+        blocks = blocks_of(self.columns, block_size)
+        self.padded = blocks * block_size
+        self.packed = _placeholder((table.num_embeddings, self.padded * bits // 8), torch.uint8)
+        self.scales = _placeholder((table.num_embeddings, blocks))
+
+    def forward(self, indices: Tensor) -> Tensor:
+        rows = torch.onnx.ops.symbolic(
+            "com.microsoft::GatherBlockQuantized",
+            (self.packed, indices, self.scales),
+            {"gather_axis": 0, "quantize_axis": 1, "block_size": self.block_size, "bits": self.bits},
+            dtype=self.scales.dtype,
+            shape=(*indices.shape, self.padded),
+            version=1,
+        )
+        return rows if self.padded == self.columns else rows[..., : self.columns]
+
+
+class FusableRMSNorm(nn.Module):
+    """RMSNorm in the chain of operators that ONNX Runtime fuses into one kernel."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.eps, self.weight, self.bias = norm.eps, norm.weight, norm.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+        return x if self.bias is None else x + self.bias
+
+
+def prepare(config: ModelConfig, attend: Callable, recipe: Recipe) -> tuple[Decoder, Storage]:
+    """The decoder without data (device meta), its matrices replaced by modules that store them as the recipe says."""
+    with torch.device("meta"):
+        decoder = Decoder(config, attend)
+    storage = Storage()
+    names = decoder.weight_names()
+    for layer in decoder.layers:
+        layer.attention_norm, layer.mlp_norm = _norm(layer.attention_norm), _norm(layer.mlp_norm)
+    decoder.norm = _norm(decoder.norm)
+    for name, module in list(decoder.named_modules()):
+        if isinstance(module, nn.Linear) and name != "head":
+            parent, _, child = name.rpartition(".")
+            setattr(decoder.get_submodule(parent), child, _linear(name, module, recipe, storage))
+    if decoder.positions is not None and recipe.table_bits:
+        decoder.positions = BlockedTable(decoder.positions, recipe.table_bits, recipe.block_size)
+        storage.store_blocked("positions.weight", "positions", recipe.table_bits, recipe.block_size)
+    _replace_ends(decoder, recipe, storage)
+    for name in names:  # what no module stores in its own way is stored as it is
+        storage.convert.setdefault(name, lambda tensor, name=name: {name: tensor.to(torch.float32).contiguous()})
+    return decoder, storage
+
+
+def _replace_ends(decoder: Decoder, recipe: Recipe, storage: Storage) -> None:
+    """The embedding and the head; tied, they share their stored bytes."""
+    tied = decoder.config.tied_head
+    embedding, head = decoder.embedding, decoder.head
+    embedding_bits = recipe.head_bits if tied else recipe.table_bits
+    if embedding_bits:
+        decoder.embedding = BlockedTable(embedding, embedding_bits, recipe.block_size)
+        storage.store_blocked("embedding.weight", "embedding", embedding_bits, recipe.block_size)
+    if not recipe.head_bits:
+        decoder.head = FloatHead(head.weight)
+        return
+    decoder.head = BlockedLinear(head, recipe.head_bits, recipe)
+    if tied:
+        storage.alias |= {"head.packed": "embedding.packed", "head.scales": "embedding.scales"}
+        decoder.head.scales = decoder.embedding.scales
+    else:
+        storage.store_blocked("head.weight", "head", recipe.head_bits, recipe.block_size)
+
+
+def _norm(norm: nn.Module) -> nn.Module:
+    return FusableRMSNorm(norm) if isinstance(norm, RMSNorm) else norm
+
+
+def _linear(name: str, linear: nn.Linear, recipe: Recipe, storage: Storage) -> nn.Module:
+    weight = f"{name}.weight"
+    if recipe.bits:
+        storage.store_blocked(weight, name, recipe.bits, recipe.block_size)
+        return BlockedLinear(linear, recipe.bits, recipe)
+    storage.convert[weight] = lambda tensor: {weight: tensor.to(torch.float32).t().contiguous()}
+    return FloatLinear(linear)
+
+
+def _placeholder(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+
+
+# ---- the data file ----
+
+_DTYPES = {torch.float32: (ir.DataType.FLOAT, 4), torch.uint8: (ir.DataType.UINT8, 1)}
+
+
+class DataFile:
+    """Where each piece lies in one file of external data; known before any of the data is read."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], storage: Storage) -> None:
+        """`parameters`: those of the prepared decoder (shape and dtype are read, never data)."""
+        self._parameters, self._storage = parameters, storage
+        self._offset: dict[str, int] = {}
+        self._small: dict[str, Tensor] = {}
+        self.bytes = 0
+        for name, parameter in parameters.items():
+            piece, size = storage.piece_of(name), _nbytes(parameter)
+            if piece not in self._offset and size >= INLINE_BELOW:
+                self._offset[piece] = self.bytes
+                self.bytes += -(-size // ALIGNMENT) * ALIGNMENT
+
+    def write(self, path: Path, sources: Mapping[str, Callable[[], Pieces]], done: Callable[[str], None]) -> None:
+        """Makes and writes the pieces of one source after the other; `done(source)` follows each."""
+        missing = {self._storage.piece_of(name) for name in self._parameters}
+        with path.open("wb") as file:
+            file.truncate(self.bytes)
+            for source, make in sources.items():
+                for piece, data in make().items():
+                    if piece in self._offset:
+                        file.seek(self._offset[piece])
+                        file.write(_little_endian(data))
+                    else:
+                        self._small[piece] = data
+                    missing.discard(piece)
+                done(source)
+        assert not missing, f"no source makes {sorted(missing)}"
+
+    def tensor(self, name: str, path: Path) -> ir.TensorProtocol:
+        """The ONNX tensor of a parameter, after `write`: a reference into the file, or the small tensor itself."""
+        parameter, piece = self._parameters[name], self._storage.piece_of(name)
+        if piece in self._small:
+            return ir.tensor(self._small[piece].numpy().reshape(parameter.shape), name=name)
+        return ir.ExternalTensor(
+            path.name,
+            self._offset[piece],
+            _nbytes(parameter),
+            _DTYPES[parameter.dtype][0],
+            shape=ir.Shape(parameter.shape),
+            name=name,
+            base_dir=path.parent,
+        )
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * _DTYPES[tensor.dtype][1]
+
+
+def _little_endian(tensor: Tensor) -> memoryview:
+    array = tensor.contiguous().numpy()
+    return memoryview(array.astype(array.dtype.newbyteorder("<"), copy=False)).cast("B")

@@ -1,0 +1,75 @@
+"""Does an export compute what its checkpoint computes? Compares logits, whatever the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from edge_qkv.errors import InputError
+from edge_qkv.model import Decoder
+
+# Token ids of one sequence -> the logits after each of them, [n, V] float32.
+Score = Callable[[Sequence[int]], np.ndarray]
+_CHUNK = 64
+
+
+@torch.inference_mode()
+def score_eagerly(decoder: Decoder, tokens: Sequence[int]) -> np.ndarray:
+    """The reference: logits [n, V] of the eager decoder in float32, prefilled in chunks through its cache."""
+    ids = torch.as_tensor(tokens, dtype=torch.int64)[None]  # [1, n]
+    caches = decoder.new_caches(ids.shape[1])
+    parts = []
+    for start in range(0, ids.shape[1], _CHUNK):
+        logits, caches = decoder(ids[:, start : start + _CHUNK], start, caches)  # [1, T, V]
+        parts.append(logits[0].float().numpy())
+    return np.concatenate(parts)
+
+
+def random_tokens(vocab_size: int, count: int, seed: int = 0) -> list[int]:
+    """The same ids every time; for a checkpoint without text to try it on."""
+    return np.random.default_rng(seed).integers(0, vocab_size, count).tolist()
+
+
+def compare(reference: np.ndarray, exported: np.ndarray, tokens: Sequence[int]) -> dict[str, float | int]:
+    """The parity report of two [n, V] arrays of logits after each of `tokens`.
+
+    Logit errors are absolute; `top1_agreement` is the share of positions with the same likeliest token;
+    perplexities are of the n - 1 tokens that have a predecessor. Raises `InputError` when the export's
+    logits have another shape or are not finite.
+    """
+    if exported.shape != reference.shape:
+        raise InputError(f"the export gives logits {list(exported.shape)}, the checkpoint {list(reference.shape)}")
+    if not np.isfinite(exported).all():
+        raise InputError("the export gives logits that are not finite; try --weights fp32 or --cache fp32")
+    error = np.abs(reference.astype(np.float64) - exported)
+    before, after = perplexity(reference, tokens), perplexity(exported, tokens)
+    return {
+        "tokens": len(tokens),
+        "max_logit_error": float(error.max()),
+        "mean_logit_error": float(error.mean()),
+        "logit_std": float(reference.std()),  # what to measure the errors by
+        "top1_agreement": float((reference.argmax(-1) == exported.argmax(-1)).mean()),
+        "perplexity_checkpoint": before,
+        "perplexity_export": after,
+        "perplexity_change": after / before - 1,
+    }
+
+
+def perplexity(logits: np.ndarray, tokens: Sequence[int]) -> float:
+    """exp of the mean negative log-likelihood of tokens[1:] under logits [n, V]; NaN for fewer than two tokens."""
+    if len(tokens) < 2:
+        return math.nan
+    scores = torch.from_numpy(np.ascontiguousarray(logits[:-1], np.float32))
+    loss = torch.nn.functional.cross_entropy(scores, torch.as_tensor(tokens[1:]))
+    return math.exp(min(loss.item(), 700.0))
+
+
+def check(decoder: Decoder, score: Score, engine: str, text_tokens: Sequence[int] | None, count: int) -> dict:
+    """Runs both sides on `count` tokens: the text's first, or random ids where there is no text."""
+    text = bool(text_tokens)
+    tokens = list(text_tokens)[:count] if text else random_tokens(decoder.config.vocab_size, count)
+    report = compare(score_eagerly(decoder, tokens), score(tokens), tokens)
+    return {"engine": engine, "input": "text" if text else "random tokens", **report}

@@ -1,0 +1,37 @@
+"""How an exporter says what it is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tqdm import tqdm
+
+# (what is being done, units done, units in all); units are bytes of the checkpoint, or 0 of 0 for a step
+# whose length is not known.
+Progress = Callable[[str, int, int], None]
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Reports nothing."""
+
+
+class Bar:
+    """A tqdm bar on standard error for each step."""
+
+    def __init__(self) -> None:
+        self._what, self._bar = "", None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what != self._what:
+            self.close()
+            self._what = what
+            self._bar = tqdm(desc=what, total=total or None, unit="B", unit_scale=True) if total else None
+            if not total:
+                tqdm.write(what)
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

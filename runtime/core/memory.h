@@ -1,0 +1,18 @@
+// The memory of this process, from the operating system's own accounting.
+#pragma once
+
+#include <cstdint>
+
+namespace edge_qkv {
+
+struct MemoryUse {
+  uint64_t resident = 0;       // bytes in RAM now
+  uint64_t anonymous = 0;      // of these, not backed by a file
+  uint64_t file_backed = 0;    // of these, backed by a file
+  uint64_t peak_resident = 0;  // largest `resident` so far
+};
+
+// Throws Error where the system does not say.
+MemoryUse memory_use();
+
+}  // namespace edge_qkv

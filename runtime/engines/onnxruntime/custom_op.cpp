@@ -1,0 +1,176 @@
+#include "custom_op.h"
+
+#include <climits>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "attention_node.h"
+#include "edge_qkv.h"
+
+namespace edge_qkv::ort {
+namespace {
+
+// ONNX Runtime tells types apart by operator: one of the same name for each type of the cache.
+struct AttentionOp : CustomOp {
+  const Api* api;
+  int cache_type;  // kFloat or kFloat16
+  size_t tasks;
+};
+
+const AttentionOp& self(const CustomOp* op) { return *static_cast<const AttentionOp*>(op); }
+
+// Nothing may be thrown into ONNX Runtime.
+template <class Function>
+OrtStatus* guarded(const Api& api, Function function) noexcept {
+  try {
+    return function();
+  } catch (const std::exception& error) {
+    return api.CreateStatus(kFail, error.what());
+  } catch (...) {
+    return api.CreateStatus(kFail, "unknown error");
+  }
+}
+
+int input_type(const CustomOp* op, size_t index) {
+  if (index == AttentionNode::kPast) return kInt64;
+  const bool cache = index == AttentionNode::kCache || index == AttentionNode::kValueCache;
+  return cache ? self(op).cache_type : kFloat;
+}
+
+int output_type(const CustomOp* op, size_t index) {
+  return index == AttentionNode::kAttention ? kFloat : self(op).cache_type;
+}
+
+OrtStatus* infer_shapes(const CustomOp* op, OrtShapeInferContext* context) {
+  const Api& api = *self(op).api;
+  constexpr std::pair<size_t, size_t> kSameShape[] = {
+      {AttentionNode::kQuery, AttentionNode::kAttention},
+      {AttentionNode::kCache, AttentionNode::kCacheOut},
+  };
+  for (const auto& [input, output] : kSameShape) {
+    OrtTensorTypeAndShapeInfo* info = nullptr;
+    if (OrtStatus* error = api.ShapeInferContext_GetInputTypeShape(context, input, &info)) return error;
+    if (OrtStatus* error = api.ShapeInferContext_SetOutputTypeShape(context, output, info)) return error;
+  }
+  return nullptr;
+}
+
+constexpr int kInplaceInputs[] = {AttentionNode::kCache, AttentionNode::kValueCache};
+constexpr int kInplaceOutputs[] = {AttentionNode::kCacheOut, AttentionNode::kValueCacheOut};
+
+CustomOp describe() {
+  CustomOp op = {};
+  op.version = kApiVersion;
+  op.GetName = [](const CustomOp*) { return "UnifiedKVAttention"; };
+  op.GetExecutionProviderType = [](const CustomOp*) -> const char* { return nullptr; };
+  op.GetInputType = input_type;
+  op.GetInputTypeCount = [](const CustomOp*) -> size_t { return AttentionNode::kInputs; };
+  op.GetOutputType = output_type;
+  op.GetOutputTypeCount = [](const CustomOp*) -> size_t { return AttentionNode::kOutputs; };
+  op.GetInputCharacteristic = [](const CustomOp*, size_t index) {
+    return index > AttentionNode::kPast ? kOptional : kRequired;
+  };
+  op.GetOutputCharacteristic = [](const CustomOp*, size_t index) {
+    return index > AttentionNode::kCacheOut ? kOptional : kRequired;
+  };
+  op.GetInputMemoryType = [](const CustomOp*, size_t) { return kMemTypeDefault; };
+  op.GetVariadicInputMinArity = [](const CustomOp*) { return 0; };
+  op.GetVariadicInputHomogeneity = [](const CustomOp*) { return 0; };
+  op.GetVariadicOutputMinArity = [](const CustomOp*) { return 0; };
+  op.GetVariadicOutputHomogeneity = [](const CustomOp*) { return 0; };
+  op.GetStartVersion = [](const CustomOp*) { return 1; };
+  op.GetEndVersion = [](const CustomOp*) { return INT_MAX; };
+  op.InferOutputShapeFn = infer_shapes;
+  op.CreateKernelV2 = [](const CustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
+    const Api& api = *self(op).api;
+    return guarded(api, [&]() -> OrtStatus* {
+      *kernel = nullptr;
+      auto node = std::make_unique<AttentionNode>(api, self(op).tasks);
+      if (OrtStatus* error = node->read_attributes(info)) return error;
+      *kernel = node.release();
+      return nullptr;
+    });
+  };
+  op.KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
+    const auto& node = *static_cast<const AttentionNode*>(kernel);
+    return guarded(node.api(), [&] { return node.compute(context); });
+  };
+  op.KernelDestroy = [](void* kernel) { delete static_cast<AttentionNode*>(kernel); };
+  op.GetMayInplace = [](int** inputs, int** outputs) -> size_t {
+    *inputs = const_cast<int*>(kInplaceInputs);
+    *outputs = const_cast<int*>(kInplaceOutputs);
+    return 2;
+  };
+  op.ReleaseMayInplace = [](int*, int*) {};
+  op.GetAliasMap = [](int**, int**) -> size_t { return 0; };
+  op.ReleaseAliasMap = [](int*, int*) {};
+  return op;
+}
+
+// The operators and the domain that holds them.
+struct Registration {
+  Registration(const OrtApi* table, int threads)
+      : api(table),
+        float_op{describe(), &api, kFloat, static_cast<size_t>(threads)},
+        half_op{describe(), &api, kFloat16, static_cast<size_t>(threads)} {}
+
+  OrtStatus* make_domain() {
+    if (OrtStatus* error = api.CreateCustomOpDomain("edge_qkv", &domain)) return error;
+    if (OrtStatus* error = add(half_op)) return error;
+    return add(float_op);
+  }
+
+  OrtStatus* add(const CustomOp& op) {
+    return api.CustomOpDomain_Add(domain, reinterpret_cast<const OrtCustomOp*>(&op));
+  }
+
+  ~Registration() {
+    if (domain) api.ReleaseCustomOpDomain(domain);
+  }
+
+  const Api api;
+  const AttentionOp float_op;
+  const AttentionOp half_op;
+  OrtCustomOpDomain* domain = nullptr;
+};
+
+}  // namespace
+
+OrtStatus* add_attention_op(const OrtApi* table, OrtSessionOptions* options, int threads) {
+  static std::mutex mutex;
+  // Never destroyed: sessions refer to the operators for as long as they live.
+  static auto& registrations =
+      *new std::map<std::pair<const OrtApi*, int>, std::unique_ptr<Registration>>;
+
+  return guarded(Api(table), [&]() -> OrtStatus* {
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::unique_ptr<Registration>& registration = registrations[{table, threads}];
+    if (!registration) {
+      auto made = std::make_unique<Registration>(table, threads);
+      if (OrtStatus* error = made->make_domain()) return error;
+      registration = std::move(made);
+    }
+    return registration->api.AddCustomOpDomain(options, registration->domain);
+  });
+}
+
+}  // namespace edge_qkv::ort
+
+// What ONNX Runtime calls when the library is given to RegisterCustomOpsLibrary. How many threads the
+// session will have is not known here.
+extern "C" EQKV_API OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
+                                                 const edge_qkv::ort::ApiBase* base) {
+  using namespace edge_qkv::ort;
+  const OrtApi* table = base->GetApi(kApiVersion);
+  if (!table) {  // its table may be shorter than ours: only the first slot is sure
+    const auto create_status =
+        reinterpret_cast<OrtStatus* (*const*)(int, const char*)>(base->GetApi(1))[0];
+    return create_status(kFail, "This ONNX Runtime is too old for edge-qkv; it needs 1.20 or newer.");
+  }
+  const int threads = static_cast<int>(std::thread::hardware_concurrency());
+  return add_attention_op(table, options, threads > 0 ? threads : 1);
+}

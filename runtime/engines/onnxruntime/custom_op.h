@@ -1,0 +1,20 @@
+// The attention operator as an ONNX Runtime custom op: domain "edge_qkv", op "UnifiedKVAttention".
+//
+//   inputs: 0 query, 1 kv (or key), 2 cache, 3 past, 4 cos?, 5 sin?, 6 value?, 7 value_cache?
+//   outputs: 0 attention, 1 cache_out, 2 value_cache_out?
+//   attributes: num_heads, kv_heads, scale, rotary ("none", "conjugate", "on_read"), rotary_dim
+//
+// Shapes and meaning are those of core/attention.h. A cache is updated in place where its input and
+// output are one buffer; otherwise its valid rows are copied first and rows >= past + T are left
+// undefined.
+#pragma once
+
+#include "ort_api.h"
+
+namespace edge_qkv::ort {
+
+// Adds the operator to the options of a session that has `threads` threads. What is added lives until
+// the process ends. Returns ONNX Runtime's error, or null.
+OrtStatus* add_attention_op(const OrtApi* table, OrtSessionOptions* options, int threads);
+
+}  // namespace edge_qkv::ort

@@ -1,0 +1,14 @@
+// The ONNX Runtime engine: models exported as ONNX, with the attention operator of this library.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "engines/engine.h"
+
+namespace edge_qkv::ort {
+
+// Opens the ONNX file at `path`; weights in files beside it are found by ONNX Runtime. Throws Error.
+std::unique_ptr<EngineModel> open_onnx(const std::string& path, const EngineOptions& options);
+
+}  // namespace edge_qkv::ort

@@ -1,0 +1,32 @@
+// A loaded ONNX graph, checked to be a model of ours: everything about it comes from a file.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "engines/engine.h"
+#include "handles.h"
+#include "library.h"
+
+namespace edge_qkv::ort {
+
+// The graph's contract, format version 1:
+//   inputs  input_ids int64 [1, T]; past int64 []; logit_rows int64 [R]; caches [1, G, C, D]
+//   outputs logits float [1, R, V]; each cache again, "_out" before the dot
+// with caches kv.{i} (unified) or key.{i} and value.{i}, i in [0, layers), and its numbers in the
+// metadata: edge_qkv.format, vocab_size, layers, kv_heads, head_dim, caches, max_positions, cache_type.
+struct GraphNames {
+  std::vector<std::string> inputs;   // input_ids, past, logit_rows, caches
+  std::vector<std::string> outputs;  // logits, caches
+};
+
+// Number of inputs before the caches, and of outputs.
+constexpr size_t kPlainInputs = 3, kPlainOutputs = 1;
+
+GraphNames graph_names(const ModelInfo& info);
+
+// Reads the metadata and checks it and the graph's inputs and outputs against it. Throws Error with
+// EQKV_BAD_PACKAGE; `path` is for the message.
+ModelInfo read_model_info(const Library& library, OrtSession* session, const std::string& path);
+
+}  // namespace edge_qkv::ort

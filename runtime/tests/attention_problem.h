@@ -1,0 +1,313 @@
+// A random attention problem, its float64 reference, and what the tests of the operator need around it.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <condition_variable>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "core/attention.h"
+#include "core/cpu.h"
+
+namespace edge_qkv {
+
+inline std::mt19937& rng() {
+  static std::mt19937 engine(20240607);
+  return engine;
+}
+
+// As many threads as asked for, the caller among them.
+class Pool {
+ public:
+  explicit Pool(int threads) {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  }
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+  ThreadPool handle() {
+    return {[](void* self, void (*fn)(void*, size_t), size_t count, void* arg) {
+              static_cast<Pool*>(self)->run(fn, count, arg);
+            },
+            this};
+  }
+
+ private:
+  void run(void (*fn)(void*, size_t), size_t count, void* arg) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    fn_ = fn, arg_ = arg, next_ = 0, count_ = count, running_ = count;
+    wake_.notify_all();
+    pull(lock);
+    done_.wait(lock, [this] { return running_ == 0; });
+  }
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!stop_) {
+      pull(lock);
+      if (!stop_) wake_.wait(lock, [this] { return stop_ || next_ < count_; });
+    }
+  }
+  void pull(std::unique_lock<std::mutex>& lock) {
+    while (next_ < count_) {
+      const size_t index = next_++;
+      lock.unlock();
+      fn_(arg_, index);
+      lock.lock();
+      if (--running_ == 0) done_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  std::vector<std::thread> workers_;
+  void (*fn_)(void*, size_t) = nullptr;
+  void* arg_ = nullptr;
+  size_t next_ = 0, count_ = 0, running_ = 0;
+  bool stop_ = false;
+};
+
+// A buffer whose neighbourhood is checked. Under AddressSanitizer the buffer ends where the heap block
+// ends, so that reads beyond it are found as well.
+class Guarded {
+ public:
+  explicit Guarded(size_t bytes, size_t misalign = 0)
+      : bytes_(bytes), misalign_(misalign), data_(misalign + bytes + kGuard, kByte) {}
+  template <class T>
+  T* as() {
+    return reinterpret_cast<T*>(data_.data() + misalign_);
+  }
+  bool intact() const {
+    for (size_t i = 0; i < data_.size(); ++i) {
+      if ((i < misalign_ || i >= misalign_ + bytes_) && data_[i] != kByte) return false;
+    }
+    return true;
+  }
+
+ private:
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr size_t kGuard = 0;
+#else
+  static constexpr size_t kGuard = 256;
+#endif
+  static constexpr unsigned char kByte = 0xff;  // read as a float or a half, a NaN
+  size_t bytes_, misalign_;
+  std::vector<unsigned char> data_;
+};
+
+inline double half_value(uint16_t h) {
+  const int exponent = h >> 10 & 31, mantissa = h & 1023;
+  const double sign = h & 0x8000 ? -1.0 : 1.0;
+  if (exponent == 31) return mantissa ? NAN : sign * INFINITY;
+  return sign * (exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24));
+}
+
+// The half next to x, ties to even, saturating; as a value.
+inline double nearest_half(double x) {
+  if (std::isnan(x) || x == 0) return x;
+  const double step = std::ldexp(1.0, std::max(std::isinf(x) ? 15 : std::ilogb(x), -14) - 10);
+  return std::clamp(std::isinf(x) ? x : std::nearbyint(x / step) * step, -65504.0, 65504.0);
+}
+
+inline std::vector<float> random_floats(size_t count, float scale = 1.0f) {
+  std::normal_distribution<float> normal(0.0f, scale);
+  std::vector<float> v(count);
+  for (float& x : v) x = normal(rng());
+  return v;
+}
+
+struct Case {
+  int64_t tokens, past;
+  int heads, kv_heads, dim;
+  Rotary rotary = Rotary::kNone;
+  int rotary_dim = 0;
+  bool separate = false;
+  int64_t batch = 1;
+};
+
+struct Problem {
+  AttentionParams p;
+  std::vector<float> query, key, value, cos, sin;
+  Guarded key_cache{0}, value_cache{0}, output{0};
+
+  size_t cache_values() const { return p.batch * p.kv_heads * p.capacity * p.head_dim; }
+  double cached(const Guarded& cache, size_t i) const {
+    Guarded& c = const_cast<Guarded&>(cache);
+    return p.cache_type == CacheType::kFloat16 ? half_value(c.as<uint16_t>()[i]) : c.as<float>()[i];
+  }
+  size_t row_at(int64_t b, int64_t g, int64_t n) const {
+    return ((b * p.kv_heads + g) * p.capacity + n) * p.head_dim;
+  }
+
+  // Random valid rows, NaN in the rows that nobody has written.
+  Guarded new_cache() {
+    const size_t width = p.cache_type == CacheType::kFloat16 ? 2 : 4;
+    Guarded cache(cache_values() * width);
+    const std::vector<float> row = random_floats(p.past * p.head_dim);
+    std::vector<uint16_t> half(row.size());
+    active_kernel().float_to_half(row.data(), half.data(), row.size());
+    for (int64_t head = 0; head < p.batch * p.kv_heads; ++head) {
+      unsigned char* to = cache.as<unsigned char>() + head * p.capacity * p.head_dim * width;
+      // The same rows for every head, but turned by one value a head.
+      const size_t turn = row.empty() ? 0 : head % row.size();
+      const unsigned char* from = reinterpret_cast<const unsigned char*>(row.data());
+      if (width == 2) from = reinterpret_cast<const unsigned char*>(half.data());
+      std::memcpy(to, from + turn * width, (row.size() - turn) * width);
+      std::memcpy(to + (row.size() - turn) * width, from, turn * width);
+    }
+    return cache;
+  }
+
+  Problem(const Case& c, CacheType type) {
+    p.batch = c.batch, p.tokens = c.tokens, p.past = c.past, p.capacity = c.past + c.tokens + 5;
+    p.num_heads = c.heads, p.kv_heads = c.kv_heads, p.head_dim = c.dim;
+    p.scale = 1.0f / std::sqrt(static_cast<float>(c.dim));
+    p.rotary = c.rotary, p.rotary_dim = c.rotary_dim, p.cache_type = type;
+    query = random_floats(p.batch * p.tokens * p.num_heads * p.head_dim, 2.0f);
+    key = random_floats(p.batch * p.tokens * p.kv_heads * p.head_dim);
+    p.query = query.data(), p.key = key.data();
+    if (c.separate) value = random_floats(key.size()), p.value = value.data();
+    if (c.rotary != Rotary::kNone) {
+      const int half = c.rotary_dim / 2;
+      p.rotary_rows = c.past + c.tokens;
+      for (int64_t n = 0; n < p.rotary_rows; ++n) {
+        for (int i = 0; i < half; ++i) {
+          const double angle = n * std::pow(10000.0, -static_cast<double>(i) / half);
+          cos.push_back(static_cast<float>(std::cos(angle)));
+          sin.push_back(static_cast<float>(std::sin(angle)));
+        }
+      }
+      p.cos = cos.data(), p.sin = sin.data();
+    }
+    key_cache = new_cache();
+    p.key_cache = key_cache.as<void>();
+    if (c.separate) value_cache = new_cache(), p.value_cache = value_cache.as<void>();
+    output = Guarded(query.size() * sizeof(float));
+    p.output = output.as<float>();
+  }
+
+  // Runs the operator; false if it wrote outside its buffers.
+  bool run(size_t tasks, Pool& pool) {
+    if (const char* error = attention_error(p)) {
+      std::printf("    attention_error: %s\n", error);
+      return false;
+    }
+    Guarded workspace(attention_workspace_bytes(p, tasks), 3);
+    attention(p, workspace.as<void>(), tasks, pool.handle());
+    return workspace.intact() && output.intact() && key_cache.intact() && value_cache.intact();
+  }
+
+  // `row` turned by the angles of `position`, back where direction is -1; in float64 from the tables.
+  void rotate(double* row, int64_t position, int direction) const {
+    const int half = p.rotary_dim / 2;
+    for (int i = 0; i < half; ++i) {
+      const double c = p.cos[position * half + i], s = direction * p.sin[position * half + i];
+      const double a = row[i], b = row[i + half];
+      row[i] = a * c - b * s, row[i + half] = a * s + b * c;
+    }
+  }
+
+  std::vector<double> cache_row(const Guarded& cache, int64_t b, int64_t g, int64_t n) const {
+    std::vector<double> row(p.head_dim);
+    for (int d = 0; d < p.head_dim; ++d) row[d] = cached(cache, row_at(b, g, n) + d);
+    return row;
+  }
+
+  // Whether the new rows are what was given, rotated where they should be, up to rounding; and whether
+  // every row after them is still unwritten.
+  bool rows_written() const {
+    const double unit =
+        p.cache_type == CacheType::kFloat16 ? std::ldexp(1.0, -11) : std::ldexp(1.0, -23);
+    for (int64_t b = 0; b < p.batch; ++b) {
+      for (int64_t g = 0; g < p.kv_heads; ++g) {
+        for (int64_t n = p.past; n < p.capacity; ++n) {
+          for (int which = 0; which < (p.value ? 2 : 1); ++which) {
+            const std::vector<double> got = cache_row(which ? value_cache : key_cache, b, g, n);
+            if (n >= p.past + p.tokens) {
+              for (double x : got) {
+                if (!std::isnan(x)) return false;
+              }
+              continue;
+            }
+            const float* in =
+                (which ? p.value : p.key) + ((b * p.tokens + n - p.past) * p.kv_heads + g) * p.head_dim;
+            std::vector<double> want(in, in + p.head_dim);
+            if (p.rotary == Rotary::kConjugate && which == 0) rotate(want.data(), n, 1);
+            for (int d = 0; d < p.head_dim; ++d) {
+              // A rotated value is a difference of products: its fp32 rounding is absolute.
+              if (!(std::fabs(got[d] - want[d]) <= unit * std::fabs(want[d]) + 1e-6)) return false;
+            }
+          }
+        }
+      }
+    }
+    return true;
+  }
+
+  // The largest error relative to the largest |reference| value of its token, over all heads (the row
+  // that the output projection multiplies; a head of one value may cancel to nothing, where a relative
+  // error means nothing). Reads the rows from the cache, so that the rounding of stored rows is no part
+  // of it.
+  double error() const {
+    const int D = p.head_dim, group = p.num_heads / p.kv_heads;
+    const int64_t rows = p.past + p.tokens;
+    const size_t outputs = query.size();
+    std::vector<double> reference(outputs);
+    std::vector<double> keys(rows * D), values(rows * D), weight(rows), q(D);
+    for (int64_t b = 0; b < p.batch; ++b) {
+      for (int64_t g = 0; g < p.kv_heads; ++g) {
+        for (int64_t n = 0; n < rows; ++n) {
+          std::vector<double> key_row = cache_row(key_cache, b, g, n);
+          std::vector<double> value_row = p.value ? cache_row(value_cache, b, g, n) : key_row;
+          if (p.rotary == Rotary::kOnRead) rotate(key_row.data(), n, 1);
+          std::copy(key_row.begin(), key_row.end(), &keys[n * D]);
+          std::copy(value_row.begin(), value_row.end(), &values[n * D]);
+        }
+        for (int64_t t = 0; t < p.tokens; ++t) {
+          const int64_t position = p.past + t, seen = position + 1;
+          for (int h = 0; h < group; ++h) {
+            const size_t at = ((b * p.tokens + t) * p.num_heads + g * group + h) * D;
+            std::copy(&p.query[at], &p.query[at] + D, q.begin());
+            if (p.rotary != Rotary::kNone) rotate(q.data(), position, 1);
+            double top = -INFINITY, sum = 0;
+            for (int64_t n = 0; n < seen; ++n) {
+              double score = 0;
+              for (int d = 0; d < D; ++d) score += q[d] * keys[n * D + d];
+              weight[n] = score * p.scale;
+              top = std::max(top, weight[n]);
+            }
+            for (int64_t n = 0; n < seen; ++n) sum += weight[n] = std::exp(weight[n] - top);
+            double* out = &reference[at];
+            for (int64_t n = 0; n < seen; ++n) {
+              for (int d = 0; d < D; ++d) out[d] += weight[n] / sum * values[n * D + d];
+            }
+            if (p.rotary == Rotary::kConjugate && !p.value) rotate(out, position, -1);
+          }
+        }
+      }
+    }
+    double worst = 0;
+    const int64_t width = static_cast<int64_t>(p.num_heads) * D;
+    for (int64_t token = 0; token < p.batch * p.tokens; ++token) {
+      double largest = 0, difference = 0;
+      for (int64_t i = token * width; i < (token + 1) * width; ++i) {
+        if (!std::isfinite(p.output[i])) return INFINITY;
+        largest = std::max(largest, std::fabs(reference[i]));
+        difference = std::max(difference, std::fabs(p.output[i] - reference[i]));
+      }
+      worst = std::max(worst, difference / largest);
+    }
+    return worst;
+  }
+};
+
+}  // namespace edge_qkv

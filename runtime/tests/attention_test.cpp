@@ -1,0 +1,445 @@
+// Tests of the attention operator against a float64 reference that shares nothing with the kernel: full
+// scores, full softmax, rotations by angle difference.
+//
+// Runs on the instruction set in use (EDGE_QKV_ISA forces one). --quick runs a reduced list, for
+// emulators;
+// --bench prints times instead.
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "attention_problem.h"
+
+using namespace edge_qkv;
+
+namespace {
+
+// Largest error of an output value, relative to the largest |reference| value of its token, over all
+// heads (the row that the output projection multiplies; a single head of one value may cancel to
+// nothing, where a relative error means nothing). fp32 arithmetic rounds every product and sum by at
+// most 2^-24 = 6e-8. A score of magnitude 20 summed over head_dim carries an absolute error of about 20
+// * 6e-8 * a small factor, which the exponential turns into a relative error of a weight; sums over tens
+// of thousands of rows of either sign add rounding in proportion to the sum of magnitudes, ten times the
+// result and more. 2e-5 leaves room for that on every instruction set, fused or not; a wrong row, mask
+// or sign gives 1e-3 and more.
+constexpr double kBound = 2e-5;
+
+bool quick = false;
+
+double worst_error[2] = {};  // of all cases so far, by CacheType
+
+// Runs one case with both cache types; says what went wrong.
+bool check(const Case& c, Pool& pool, size_t tasks) {
+  bool good = true;
+  for (CacheType type : {CacheType::kFloat32, CacheType::kFloat16}) {
+    Problem problem(c, type);
+    const bool inside = problem.run(tasks, pool), written = inside && problem.rows_written();
+    const double error = written ? problem.error() : 0;
+    double& worst = worst_error[static_cast<int>(type)];
+    worst = std::max(worst, error);
+    if (inside && written && error <= kBound) continue;
+    std::printf(
+        "  B %lld T %lld past %lld H %d G %d D %d rotary %d R %d separate %d fp%d: ", (long long)c.batch,
+        (long long)c.tokens, (long long)c.past, c.heads, c.kv_heads, c.dim, static_cast<int>(c.rotary),
+        c.rotary_dim, c.separate, type == CacheType::kFloat16 ? 16 : 32);
+    if (!inside) {
+      std::printf("wrote outside its buffers\n");
+    } else if (!written) {
+      std::printf("wrong rows in the cache\n");
+    } else {
+      std::printf("relative error %.3g\n", error);
+    }
+    good = false;
+  }
+  return good;
+}
+
+bool check_all(const std::vector<Case>& cases, Pool& pool) {
+  bool good = true;
+  size_t tasks = 0;
+  for (const Case& c : cases) good &= check(c, pool, 1 + tasks++ % 3);
+  return good;
+}
+
+constexpr Rotary kModes[] = {Rotary::kNone, Rotary::kConjugate, Rotary::kOnRead};
+
+bool head_dims(Pool& pool) {
+  std::vector<Case> cases;
+  for (int dim : {1, 2, 7, 16, 31, 62, 64, 65, 80, 128, 192, 256, 512, 1024}) {
+    if (quick && dim > 128) continue;
+    for (bool separate : {false, true}) {
+      cases.push_back({1, 70, 8, 1, dim, Rotary::kNone, 0, separate});
+      cases.push_back({9, 60, 6, 2, dim, Rotary::kNone, 0, separate});
+      cases.push_back({1, 33, 4, 4, dim, Rotary::kNone, 0, separate});
+    }
+  }
+  return check_all(cases, pool);
+}
+
+bool head_ratios(Pool& pool) {
+  std::vector<Case> cases;
+  for (int ratio : {1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 48, 64, 71, 128}) {
+    for (int64_t tokens : {1, 2, 5}) {
+      if (quick && tokens == 2) continue;
+      cases.push_back({tokens, 65, ratio, 1, 64});
+      cases.push_back({tokens, 64, 2 * ratio, 2, 62, Rotary::kOnRead, 62, ratio % 2 == 0});
+    }
+  }
+  return check_all(cases, pool);
+}
+
+bool tokens_and_depths(Pool& pool) {
+  std::vector<Case> cases;
+  for (int64_t tokens : {1, 2, 3, 7, 8, 9, 63, 64, 65, 300}) {
+    for (int64_t past : {0, 1, 7, 63, 64, 65, 1023, 1024, 1025, 4097}) {
+      if (tokens > 9 && past > 1024) continue;
+      if (quick && (tokens > 9 || past > 1025) && tokens * past != 65) continue;
+      cases.push_back({tokens, past, 4, 1, 64});
+      cases.push_back({tokens, past, 3, 3, 16, Rotary::kConjugate, 16, past % 2 == 1});
+    }
+  }
+  return check_all(cases, pool);
+}
+
+bool long_caches(Pool& pool) {
+  std::vector<Case> cases = {{1, 4097, 32, 1, 64}, {3, 4090, 8, 2, 62, Rotary::kConjugate, 62}};
+  if (!quick) {
+    for (Rotary mode : kModes) {
+      const int rotary_dim = mode == Rotary::kNone ? 0 : 64;
+      cases.push_back({1, 33000, 32, 1, 64, mode, rotary_dim});
+      cases.push_back({1, 33000, 4, 4, 64, mode, rotary_dim, true});
+    }
+    cases.push_back({2, 33000, 8, 2, 62, Rotary::kConjugate, 62, true, 2});
+    cases.push_back({9, 33000, 4, 1, 80});
+  }
+  return check_all(cases, pool);
+}
+
+bool rotary_modes(Pool& pool) {
+  std::vector<Case> cases;
+  for (Rotary mode : {Rotary::kConjugate, Rotary::kOnRead}) {
+    for (bool separate : {false, true}) {
+      for (int dim : {2, 7, 62, 64, 80, 128}) {
+        for (int rotary_dim : {2, 6, 32, 64, 62, 128}) {
+          if (rotary_dim > dim) continue;
+          cases.push_back({1, 100, 4, 2, dim, mode, rotary_dim, separate, 2});
+          cases.push_back({17, 50, 8, 1, dim, mode, rotary_dim, separate});
+        }
+      }
+    }
+  }
+  return check_all(cases, pool);
+}
+
+bool batches(Pool& pool) {
+  std::vector<Case> cases;
+  for (Rotary mode : kModes) {
+    const int rotary_dim = mode == Rotary::kNone ? 0 : 64;
+    cases.push_back({1, 130, 8, 2, 64, mode, rotary_dim, false, 3});
+    cases.push_back({33, 5, 6, 3, 64, mode, rotary_dim, true, 2});
+  }
+  cases.push_back({70, 0, 16, 16, 128, Rotary::kNone, 0, true, 2});  // appends in parallel
+  return check_all(cases, pool);
+}
+
+// The result must be the same bit for bit on any number of tasks and threads.
+bool task_counts(Pool& pool) {
+  const std::vector<Case> cases = {{1, 5000, 32, 1, 64},
+                                   {1, 3000, 2, 2, 62, Rotary::kConjugate, 32},
+                                   {40, 200, 8, 2, 64, Rotary::kOnRead, 64},
+                                   {5, 2100, 16, 1, 80, Rotary::kNone, 0, true, 2},
+                                   {300, 0, 4, 4, 128, Rotary::kConjugate, 128, true}};
+  for (const Case& c : cases) {
+    if (quick && c.tokens > 100) continue;
+    Problem problem(c, CacheType::kFloat16);
+    std::vector<float> first;
+    for (size_t tasks : {1, 2, 3, 7, 200}) {
+      std::fill_n(problem.p.output, problem.query.size(), NAN);
+      if (!problem.run(tasks, pool)) return false;
+      const std::vector<float> now(problem.p.output, problem.p.output + problem.query.size());
+      if (first.empty()) first = now;
+      if (std::memcmp(first.data(), now.data(), now.size() * sizeof(float)) != 0) return false;
+    }
+  }
+  return true;
+}
+
+// Prefill in chunks of any size is the prefill in one go.
+bool chunked_prefill(Pool& pool) {
+  for (Rotary mode : kModes) {
+    const int rotary_dim = mode == Rotary::kNone ? 0 : 48;
+    const int64_t tokens = quick ? 80 : 300;
+    const Case c = {tokens, 40, 8, 2, 64, mode, rotary_dim, mode == Rotary::kOnRead};
+    Problem problem(c, CacheType::kFloat16);
+    if (!problem.run(2, pool) || !(problem.error() <= kBound)) return false;
+    for (const std::vector<int64_t>& chunks : {std::vector<int64_t>{1}, {64}, {1, 7, 63, 2}}) {
+      const AttentionParams whole = problem.p;
+      std::memset(problem.p.output, 0xff, problem.query.size() * sizeof(float));
+      size_t next = 0;
+      for (int64_t done = 0; done < tokens;) {
+        AttentionParams& p = problem.p;
+        p.tokens = std::min(chunks[next++ % chunks.size()], tokens - done);
+        p.past = whole.past + done;
+        p.query = whole.query + done * p.num_heads * p.head_dim;
+        p.key = whole.key + done * p.kv_heads * p.head_dim;
+        if (p.value) p.value = whole.value + done * p.kv_heads * p.head_dim;
+        p.output = whole.output + done * p.num_heads * p.head_dim;
+        if (!problem.run(2, pool)) return false;
+        done += p.tokens;
+      }
+      problem.p = whole;
+      if (!(problem.error() <= kBound)) return false;
+    }
+  }
+  return true;
+}
+
+// Scores far apart and of one sign, where a softmax without a running maximum over- or underflows.
+bool large_scores(Pool& pool) {
+  for (float scale : {30.0f, -30.0f}) {
+    for (int heads : {1, 16}) {
+      Problem problem({3, 200, heads, 1, 64}, CacheType::kFloat32);
+      problem.p.scale = scale;
+      if (!problem.run(2, pool)) return false;
+      // Scores of thousands leave one weight, and their own rounding shifts it by 1e-3 at worst.
+      if (!(problem.error() <= 1e-2)) return false;
+    }
+  }
+  return true;
+}
+
+bool nothing_to_do(Pool& pool) {
+  Problem problem({1, 10, 2, 1, 8}, CacheType::kFloat16);
+  problem.p.tokens = 0;
+  problem.p.query = problem.p.key = nullptr;
+  return problem.run(2, pool) && std::isnan(problem.p.output[0]);
+}
+
+// ---- half precision ----
+
+bool halves_to_floats(Pool&) {
+  std::vector<uint16_t> halves(65536);
+  for (size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<uint16_t>(i);
+  std::vector<float> floats(halves.size());
+  std::vector<uint16_t> back(halves.size());
+  active_kernel().half_to_float(halves.data(), floats.data(), halves.size());
+  active_kernel().float_to_half(floats.data(), back.data(), halves.size());
+  for (size_t i = 0; i < halves.size(); ++i) {
+    const double want = half_value(halves[i]);
+    if (std::isnan(want) ? !std::isnan(floats[i]) || !std::isnan(half_value(back[i]))
+                         : floats[i] != want || std::signbit(floats[i]) != std::signbit(want)) {
+      return false;
+    }
+    if (std::isfinite(want) && back[i] != halves[i]) return false;
+    if (std::isinf(want) && half_value(back[i]) != std::copysign(65504.0, want)) return false;
+  }
+  return true;
+}
+
+bool floats_to_halves(Pool&) {
+  std::vector<float> floats = {0.0f, -0.0f, 1e-45f, 3e-8f, 65504.0f, 65519.99f, 65520.0f, 7e4f, 3e38f};
+  floats.push_back(std::numeric_limits<float>::infinity());
+  floats.push_back(std::numeric_limits<float>::quiet_NaN());
+  // Every half, every point half way between two, and the floats next to these.
+  for (uint16_t h = 0; h < 0x7c00; ++h) {
+    const float at = static_cast<float>(half_value(h));
+    const float middle =
+        static_cast<float>((half_value(h) + (h == 0x7bff ? 65536 : half_value(h + 1))) / 2);
+    for (float x : {at, middle}) {
+      floats.insert(floats.end(), {x, std::nextafter(x, 1e9f), std::nextafter(x, -1e9f)});
+    }
+  }
+  std::uniform_int_distribution<uint32_t> any;
+  for (int i = 0; i < 300000; ++i) {
+    const uint32_t bits = any(rng());
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    floats.push_back(x);
+  }
+  const size_t count = floats.size();
+  for (size_t i = 0; i < count; ++i) floats.push_back(-floats[i]);
+  std::vector<uint16_t> halves(floats.size());
+  active_kernel().float_to_half(floats.data(), halves.data(), floats.size());
+  for (size_t i = 0; i < floats.size(); ++i) {
+    const double got = half_value(halves[i]), want = nearest_half(floats[i]);
+    if (std::isnan(want) ? !std::isnan(got) : got != want || std::signbit(got) != std::signbit(want)) {
+      std::printf("  %.9g became %.9g instead of %.9g\n", floats[i], got, want);
+      return false;
+    }
+  }
+  return true;
+}
+
+// ---- validation ----
+
+bool errors(Pool&) {
+  const Problem sound({2, 3, 4, 2, 8, Rotary::kConjugate, 8, true}, CacheType::kFloat16);
+  if (attention_error(sound.p)) return false;
+  struct {
+    const char* expected;
+    void (*spoil)(AttentionParams& p);
+  } const table[] = {
+      {"batch", [](AttentionParams& p) { p.batch = 0; }},
+      {"tokens", [](AttentionParams& p) { p.tokens = -1; }},
+      {"past", [](AttentionParams& p) { p.past = -1; }},
+      {"capacity", [](AttentionParams& p) { p.capacity = -1; }},
+      {"num_heads", [](AttentionParams& p) { p.num_heads = 0; }},
+      {"kv_heads", [](AttentionParams& p) { p.kv_heads = 0; }},
+      {"kv_heads", [](AttentionParams& p) { p.kv_heads = -2; }},
+      {"multiple of kv_heads", [](AttentionParams& p) { p.kv_heads = 3; }},
+      {"head_dim", [](AttentionParams& p) { p.head_dim = 0; }},
+      {"head_dim", [](AttentionParams& p) { p.head_dim = 1 << 30; }},
+      {"scale", [](AttentionParams& p) { p.scale = NAN; }},
+      {"cache type", [](AttentionParams& p) { p.cache_type = static_cast<CacheType>(7); }},
+      {"rotary mode", [](AttentionParams& p) { p.rotary = static_cast<Rotary>(-1); }},
+      {"rotary_dim", [](AttentionParams& p) { p.rotary = Rotary::kNone; }},
+      {"rotary_dim", [](AttentionParams& p) { p.rotary_dim = 0; }},
+      {"even", [](AttentionParams& p) { p.rotary_dim = 3; }},
+      {"exceed head_dim", [](AttentionParams& p) { p.rotary_dim = 10; }},
+      {"rows of the rotary tables", [](AttentionParams& p) { p.rotary_rows = 4; }},
+      {"capacity", [](AttentionParams& p) { p.capacity = 4; }},
+      {"capacity", [](AttentionParams& p) { p.past = INT64_MAX; }},
+      {"capacity", [](AttentionParams& p) { p.tokens = INT64_MAX; }},
+      {"address space", [](AttentionParams& p) { p.capacity = INT64_MAX / 4; }},
+      {"address space", [](AttentionParams& p) { p.batch = INT64_MAX / 4; }},
+      {"address space", [](AttentionParams& p) { p.rotary_rows = INT64_MAX / 4; }},
+      {"query is null", [](AttentionParams& p) { p.query = nullptr; }},
+      {"key is null", [](AttentionParams& p) { p.key = nullptr; }},
+      {"key_cache is null", [](AttentionParams& p) { p.key_cache = nullptr; }},
+      {"output is null", [](AttentionParams& p) { p.output = nullptr; }},
+      {"value", [](AttentionParams& p) { p.value = nullptr; }},
+      {"value_cache", [](AttentionParams& p) { p.value_cache = nullptr; }},
+      {"table is null", [](AttentionParams& p) { p.cos = nullptr; }},
+      {"table is null", [](AttentionParams& p) { p.sin = nullptr; }},
+  };
+  bool good = true;
+  for (const auto& row : table) {
+    AttentionParams p = sound.p;
+    row.spoil(p);
+    const char* error = attention_error(p);
+    if (error && std::strstr(error, row.expected)) continue;
+    std::printf("  expected an error about \"%s\", got: %s\n", row.expected, error ? error : "none");
+    good = false;
+  }
+  return good;
+}
+
+// Engines size the workspace once, for the deepest cache.
+bool workspace_grows_with_past(Pool&) {
+  for (int64_t tokens : {1, 4, 64}) {
+    AttentionParams p;
+    p.tokens = tokens, p.num_heads = 32, p.kv_heads = 1, p.head_dim = 64;
+    size_t last = 0;
+    for (p.past = 0; p.past < 200000; p.past += 501) {
+      p.capacity = p.past + tokens;
+      const size_t bytes = attention_workspace_bytes(p, 4);
+      if (bytes < last || bytes > (4u << 20)) return false;
+      last = bytes;
+    }
+  }
+  return true;
+}
+
+bool forced_choice(Pool&) {
+  if (isa_error()) std::printf("  %s\n", isa_error());
+  return isa_error() == nullptr;
+}
+
+// ---- times ----
+
+struct Times {
+  double median, best;  // ms
+};
+
+Times measure(int repeats, const std::function<void()>& f) {
+  std::vector<double> times;
+  for (int i = 0; i < repeats; ++i) {
+    const auto start = std::chrono::steady_clock::now();
+    f();
+    const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
+    times.push_back(took.count());
+  }
+  std::sort(times.begin(), times.end());
+  return {times[repeats / 2], times[0]};
+}
+
+int bench() {
+  struct {
+    const char* name;
+    int layers;
+    Case c;
+  } const table[] = {
+      {"decode, 32 heads on 1, depth 32768", 22, {1, 32768, 32, 1, 64}},
+      {"the same, conjugate rotary", 22, {1, 32768, 32, 1, 64, Rotary::kConjugate, 64}},
+      {"the same, rotary on read", 22, {1, 32768, 32, 1, 64, Rotary::kOnRead, 64}},
+      {"decode, 32 heads on 8, separate values, depth 4096",
+       22,
+       {1, 4096, 32, 8, 64, Rotary::kNone, 0, true}},
+      {"decode, 32 heads on 32, separate values, depth 4096",
+       2,
+       {1, 4096, 32, 32, 64, Rotary::kNone, 0, true}},
+      {"prefill of 64 tokens, 32 heads on 1, depth 4096", 22, {64, 4096, 32, 1, 64}},
+  };
+  for (const auto& row : table) {
+    std::vector<Problem> layers;
+    for (int i = 0; i < row.layers; ++i) layers.emplace_back(row.c, CacheType::kFloat16);
+    for (int threads : {1, 2}) {
+      Pool pool(threads);
+      std::vector<char> workspace(attention_workspace_bytes(layers[0].p, threads));
+      const Times ms = measure(9, [&] {
+        for (Problem& layer : layers) attention(layer.p, workspace.data(), threads, pool.handle());
+      });
+      std::printf("%-52s %2d layers, %d threads: median %8.2f ms, best %8.2f ms\n", row.name, row.layers,
+                  threads, ms.median, ms.best);
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    if (!std::strcmp(argv[i], "--quick")) quick = true;
+  }
+  std::printf("instruction set: %s\n", isa_name());
+  if (argc > 1 && !std::strcmp(argv[1], "--bench")) return bench();
+
+  Pool pool(3);
+  const struct {
+    const char* name;
+    bool (*run)(Pool& pool);
+  } tests[] = {
+      {"a forced instruction set is the one in use", forced_choice},
+      {"halves become the same floats", halves_to_floats},
+      {"floats become the nearest halves", floats_to_halves},
+      {"unsound parameters are named", errors},
+      {"the workspace never shrinks as the cache fills", workspace_grows_with_past},
+      {"no tokens, no work", nothing_to_do},
+      {"every head_dim", head_dims},
+      {"every ratio of heads", head_ratios},
+      {"every number of tokens at every depth", tokens_and_depths},
+      {"long caches", long_caches},
+      {"rotary modes", rotary_modes},
+      {"batches", batches},
+      {"large scores", large_scores},
+      {"the number of tasks changes nothing", task_counts},
+      {"prefill in chunks", chunked_prefill},
+  };
+  int passed = 0, failed = 0;
+  for (const auto& test : tests) {
+    const bool good = test.run(pool);
+    std::printf("%s: %s\n", good ? "ok" : "FAILED", test.name);
+    std::fflush(stdout);
+    good ? ++passed : ++failed;
+  }
+  std::printf("max relative error: fp32 cache %.3g, fp16 cache %.3g (bound %.3g)\n", worst_error[0],
+              worst_error[1], kBound);
+  std::printf("%d passed, %d failed\n", passed, failed);
+  return failed ? 1 : 0;
+}

@@ -1,0 +1,141 @@
+// The cache's memory: reserved, committed as rows arrive, given back.
+#include "core/cache.h"
+
+#include <unistd.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "core/memory.h"
+#include "test.h"
+
+using namespace edge_qkv;
+
+namespace {
+
+size_t page() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
+void touch(const CacheView& view, int64_t begin, int64_t end) {
+  for (size_t i = 0; i < view.tensors.size(); ++i) {
+    for (int64_t head = 0; head < view.kv_heads; ++head) {
+      for (int64_t row = begin; row < end; ++row)
+        std::memset(view.row(i, head, row), 1, view.row_bytes());
+    }
+  }
+}
+
+double half(const std::byte* p) {  // a normal number
+  uint16_t bits;
+  std::memcpy(&bits, p, sizeof bits);
+  const double magnitude = (1024 + (bits & 0x3ff)) * std::pow(2.0, (bits >> 10 & 31) - 25);
+  return bits >> 15 ? -magnitude : magnitude;
+}
+
+double single(const std::byte* p) {
+  float value;
+  std::memcpy(&value, p, sizeof value);
+  return value;
+}
+
+}  // namespace
+
+TEST(sizes, "the 1.2B model's cache at 32,768 tokens takes 92,274,688 bytes") {
+  const CacheMemory cache(CacheType::kFloat16, 22, 1, 32768, 64);
+  EXPECT(cache.view().token_bytes() == 2816);
+  EXPECT(cache.reserved_bytes() == 92274688);
+  EXPECT(cache.committed_bytes() == 0);
+}
+
+TEST(commit, "memory is committed as rows are written") {
+  const CacheMemory cache(CacheType::kFloat16, 22, 1, 32768, 64);
+  touch(cache.view(), 0, 1000);
+  EXPECT(cache.committed_bytes() >= 1000 * 2816);
+  EXPECT(cache.committed_bytes() <= 1000 * 2816 + 22 * page());
+}
+
+TEST(regions, "tensors start on pages and do not overlap") {
+  const CacheMemory cache(CacheType::kFloat32, 3, 2, 7, 62);
+  const CacheView& view = cache.view();
+  EXPECT(view.tensor_bytes() == 2 * 7 * 62 * 4);
+  for (size_t i = 0; i < view.tensors.size(); ++i) {
+    EXPECT(reinterpret_cast<uintptr_t>(view.tensors[i]) % page() == 0);
+    if (i > 0) EXPECT(view.tensors[i] >= view.tensors[i - 1] + view.tensor_bytes());
+  }
+  EXPECT(view.row(1, 1, 3) == view.tensors[1] + ((1 * 7 + 3) * 62) * 4);
+}
+
+TEST(release, "released rows give whole pages back and leave the others alone") {
+  CacheMemory cache(CacheType::kFloat16, 2, 3, 1001, 62);  // heads that share pages
+  const CacheView& view = cache.view();
+  touch(view, 0, 1001);
+  const size_t full = cache.committed_bytes();
+  EXPECT(full == cache.reserved_bytes());
+  cache.release(500);
+  EXPECT(cache.committed_bytes() < full - 6 * (501 * view.row_bytes() - 2 * page()) + 1);
+  for (size_t i = 0; i < 2; ++i) {
+    for (int64_t head = 0; head < 3; ++head) {
+      for (int64_t row = 0; row < 500; ++row) {
+        const std::byte* data = view.row(i, head, row);
+        EXPECT(data[0] == std::byte{1} && data[view.row_bytes() - 1] == std::byte{1});
+      }
+    }
+  }
+  cache.release(0);
+  EXPECT(cache.committed_bytes() <= 4 * page());  // those with parts of two heads
+  touch(view, 0, 1001);
+  cache.release(1001);
+  EXPECT(cache.committed_bytes() == full);
+}
+
+TEST(too_large, "a size that overflows or exceeds the address space is refused") {
+  const int64_t huge = int64_t{1} << 62;
+  EXPECT_ERROR(EQKV_OUT_OF_MEMORY, "smaller context", CacheMemory(CacheType::kFloat16, 22, 1, huge, 64));
+  EXPECT_ERROR(EQKV_OUT_OF_MEMORY, "smaller context", CacheMemory(CacheType::kFloat32, 1, 1, huge, 1));
+  EXPECT_ERROR(EQKV_OUT_OF_MEMORY, "smaller context",
+               CacheMemory(CacheType::kFloat16, 4096, 4096, int64_t{1} << 31, 65536));
+  // Within the address space of the processor, but not of the system.
+  EXPECT_ERROR(EQKV_OUT_OF_MEMORY, "smaller context",
+               CacheMemory(CacheType::kFloat16, 1, 1, int64_t{1} << 46, 1));
+}
+
+TEST(noise, "noise is the same for one seed, whatever type and capacity") {
+  const CacheMemory a(CacheType::kFloat16, 2, 2, 64, 62), b(CacheType::kFloat32, 2, 2, 100, 62);
+  const CacheMemory other(CacheType::kFloat16, 2, 2, 64, 62);
+  fill_with_noise(a.view(), 0, 64, 7);
+  fill_with_noise(b.view(), 0, 20, 7);
+  fill_with_noise(b.view(), 20, 64, 7);
+  fill_with_noise(other.view(), 0, 64, 8);
+  int different = 0, values = 0;
+  double sum = 0;
+  for (size_t tensor = 0; tensor < 2; ++tensor) {
+    for (int64_t head = 0; head < 2; ++head) {
+      for (int64_t row = 0; row < 64; ++row) {
+        for (size_t i = 0; i < 62; ++i) {
+          const double value = half(a.view().row(tensor, head, row) + 2 * i);
+          EXPECT(value == single(b.view().row(tensor, head, row) + 4 * i));
+          EXPECT(std::abs(value) >= 0.25 && std::abs(value) < 1);
+          different += value != half(other.view().row(tensor, head, row) + 2 * i);
+          sum += value;
+          ++values;
+        }
+      }
+    }
+  }
+  EXPECT(different > values * 0.99);
+  EXPECT(std::abs(sum / values) < 0.02);
+}
+
+TEST(memory, "the process's memory grows by what is written") {
+  const MemoryUse before = memory_use();
+  EXPECT(before.resident > 0 && before.peak_resident >= before.resident);
+  EXPECT(before.anonymous + before.file_backed == before.resident);
+  CacheMemory cache(CacheType::kFloat16, 1, 1, 1 << 18, 64);  // 32 MiB
+  const MemoryUse reserved = memory_use();
+  EXPECT(reserved.anonymous < before.anonymous + (1 << 20));
+  touch(cache.view(), 0, 1 << 18);
+  const MemoryUse written = memory_use();
+  EXPECT(written.anonymous >= before.anonymous + (31 << 20));
+  cache.release(0);
+  EXPECT(memory_use().anonymous < before.anonymous + (1 << 20));
+  EXPECT(memory_use().peak_resident >= written.resident - (1 << 20));
+}

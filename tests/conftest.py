@@ -1,0 +1,102 @@
+"""Models that the tests share: a tiny random one with a tokenizer, and the bundled one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from edge_qkv.config import ModelConfig
+
+TINY = ModelConfig(
+    vocab_size=260,
+    max_positions=96,
+    layers=2,
+    width=32,
+    heads=4,
+    head_dim=8,
+    kv_heads=1,
+    mlp_width=48,
+    sharing="q-k=v",
+    mlp="swiglu",
+    norm="rmsnorm",
+    positions="rotary-conjugate",
+)
+
+
+def write_checkpoint(folder: Path, config: ModelConfig, tokenizer=None, seed: int = 0) -> Path:
+    """A checkpoint directory with random weights, large enough that logits differ clearly."""
+    import torch
+    from safetensors.torch import save_file
+
+    from edge_qkv.model import Decoder
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model = Decoder(config)
+    generator = torch.Generator().manual_seed(seed)
+    model.init_weights(generator)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    state = model.state_dict()
+    save_file({name: state[name].contiguous() for name in model.weight_names()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    if tokenizer is not None:
+        tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bytes_tokenizer():
+    """One token a byte, so that every multi-byte character is spread over several tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory, bytes_tokenizer) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", TINY, bytes_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def tiny_package(tmp_path_factory, tiny_checkpoint) -> Path:
+    """The tiny model as an ONNX package with fp32 weights and cache."""
+    from edge_qkv.export import TARGETS
+
+    output = tmp_path_factory.mktemp("package") / "tiny"
+    TARGETS["onnx"](str(tiny_checkpoint), output, weights="fp32", cache="fp32")
+    return output
+
+
+@pytest.fixture(scope="session")
+def bundled_checkpoint() -> Path:
+    from edge_qkv.demo import CHECKPOINT
+
+    return CHECKPOINT
+
+
+@pytest.fixture(scope="session")
+def bundled_package(tmp_path_factory, bundled_checkpoint):
+    """bundled_package(weights) -> (package, manifest) of the bundled model, exported once a weight type."""
+    from edge_qkv.demo import HELD_TEXT
+    from edge_qkv.export import TARGETS
+
+    made: dict[str, tuple[Path, dict]] = {}
+
+    def package(weights: str) -> tuple[Path, dict]:
+        if weights not in made:
+            output = tmp_path_factory.mktemp("bundled") / weights
+            made[weights] = output, TARGETS["onnx"](
+                str(bundled_checkpoint), output, weights=weights, held_text=HELD_TEXT
+            )
+        return made[weights]
+
+    return package

@@ -1,0 +1,76 @@
+"""The native tests, built from source and run on every instruction set this machine has."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "native-tests"
+ISAS = ("baseline", "avx2", "avx512", "armv8", "dotprod", "i8mm")
+
+
+def _tool(name: str) -> str:
+    """cmake and ninja come with the test extra, beside the interpreter."""
+    return shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])) or name
+
+
+def _run(*command: object, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, env=os.environ | environment, timeout=600
+    )
+
+
+@pytest.fixture(scope="module")
+def tests() -> Path:
+    """Directory of the built test programs; a rebuild compiles only what changed."""
+    options = ["-DEDGE_QKV_BUILD_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}"]
+    for command in (
+        [_tool("cmake"), "-S", ROOT, "-B", BUILD, "-G", "Ninja", *options],
+        [_tool("cmake"), "--build", BUILD],
+    ):
+        done = _run(*command)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return BUILD
+
+
+def _available(isa: str) -> bool:
+    from edge_qkv._native import library_path
+
+    script = (
+        "import ctypes, sys; lib = ctypes.CDLL(sys.argv[1]); lib.eqkv_isa.restype = ctypes.c_char_p; "
+        "print(lib.eqkv_isa().decode())"
+    )
+    return _run(sys.executable, "-c", script, library_path(), EDGE_QKV_ISA=isa).stdout.strip() == isa
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_attention_matches_float64_on(isa, tests):
+    if not _available(isa):
+        pytest.skip(f"this processor or build has no {isa}")
+    done = _run(tests / "attention_test", EDGE_QKV_ISA=isa)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert isa in done.stdout and ", 0 failed" in done.stdout
+
+
+def test_core_matches_its_description(tests):
+    done = _run(tests / "core_test")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ", 0 failed" in done.stdout
+
+
+def test_only_the_interface_is_exported():
+    from edge_qkv._native import library_path
+
+    if shutil.which("nm") is None:
+        pytest.skip("nm is not installed")
+    listed = _run("nm", "-D", "--defined-only", library_path()).stdout.split("\n")
+    names = {line.split()[-1].split("@")[0] for line in listed if line.strip()}
+    header = (ROOT / "runtime/include/edge_qkv.h").read_text()
+    assert names - {"RegisterCustomOps"} == {n for n in names if n.startswith("eqkv_") and f"{n}(" in header}
+    assert "RegisterCustomOps" in names and len(names) > 15

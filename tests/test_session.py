@@ -1,0 +1,279 @@
+"""A session behaves like the eager decoder with a cache, and never loses its footing."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from edge_qkv import Cancelled, ContextFull, InputError, Model, Sampling, Session
+from edge_qkv.checkpoints import read_checkpoint
+
+CAPACITY, CHUNK = 96, 16
+LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)
+# fp32 weights and cache: sums of at most 100 products in another order, logits of order 10.
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def model(tiny_package):
+    with Model(tiny_package, threads=2) as model:
+        yield model
+
+
+@pytest.fixture
+def session(model):
+    with Session(model, context=CAPACITY, prefill_chunk=CHUNK) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(0, 256, (CAPACITY,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_checkpoint, ids):
+    """The eager decoder's logits of the whole sequence, [CAPACITY, V]."""
+    with torch.no_grad():
+        logits, _ = read_checkpoint(str(tiny_checkpoint)).load()(torch.tensor([ids]))
+    return logits[0].numpy()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_prefill_matches_the_decoder(session, ids, expected, length):
+    session.evaluate(ids[:length])
+    np.testing.assert_allclose(session.logits(), expected[length - 1], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_rows_logits_match(session, ids, expected, length):
+    np.testing.assert_allclose(session.score(ids[:length]), expected[:length], atol=TOLERANCE)
+
+
+def test_decode_matches_token_by_token(session, ids, expected):
+    for i, token in enumerate(ids):
+        session.evaluate([token])
+        np.testing.assert_allclose(session.logits(), expected[i], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_rewind_then_go_on(session, ids, expected, length):
+    session.evaluate([(t + 1) % 256 for t in ids])  # other tokens: their rows must leave no trace
+    session.rewind(0)
+    session.evaluate(ids[:length])
+    session.rewind(length // 2)
+    assert session.tokens == ids[: length // 2]
+    np.testing.assert_allclose(
+        session.score(ids[length // 2 : length]), expected[length // 2 : length], atol=TOLERANCE
+    )
+
+
+def test_rewind_to_the_same_length_keeps_the_conversation(session, ids, expected):
+    session.evaluate(ids[:9])
+    session.rewind(9)
+    session.evaluate(ids[9:10])
+    np.testing.assert_allclose(session.logits(), expected[9], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, CHUNK, CAPACITY, 500])
+def test_chunk_size_does_not_change_the_result(model, ids, expected, chunk):
+    with Session(model, context=CAPACITY, prefill_chunk=chunk) as session:
+        np.testing.assert_allclose(session.score(ids), expected, atol=TOLERANCE)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_as_a_whole(session, ids):
+    session.evaluate(ids[:10])
+    with pytest.raises(ContextFull, match=f"87 more tokens do not fit: 10 of the context of {CAPACITY}"):
+        session.evaluate(ids[:87])
+    assert session.tokens == ids[:10]
+    session.evaluate(ids[:86])
+    with pytest.raises(ContextFull):
+        session.evaluate([1])
+
+
+def test_generation_at_capacity_says_so(session, ids):
+    session.evaluate(ids[:90])
+    seen = []
+    with pytest.raises(ContextFull):
+        for token in session.generate_tokens([], 50, Sampling(temperature=0)):
+            seen.append(token)
+    assert len(seen) == 6
+    assert session.tokens == ids[:90] + seen
+
+
+def test_greedy_is_the_largest_logit(session, ids, expected):
+    generated = list(session.generate_tokens(ids[:20], 1, Sampling(temperature=0)))
+    assert generated == [int(expected[19].argmax())]
+
+
+def test_same_seed_same_text_other_seed_other_text(model):
+    def text(seed):
+        with Session(model, context=CAPACITY) as session:
+            return "".join(session.generate("Hello", 40, Sampling(temperature=1.5, top_k=0, top_p=1, seed=seed)))
+
+    assert text(3) == text(3)
+    assert len({text(seed) for seed in range(5)}) > 1
+
+
+def test_conversation_goes_on_where_generation_stopped(model, ids):
+    """The last token that was yielded is part of what follows."""
+    greedy = Sampling(temperature=0)
+    with Session(model, context=CAPACITY) as once, Session(model, context=CAPACITY) as twice:
+        whole = list(once.generate_tokens(ids[:5], 12, greedy))
+        halves = list(twice.generate_tokens(ids[:5], 6, greedy))
+        halves += list(twice.generate_tokens([], 6, greedy))
+        assert halves == whole
+        assert twice.tokens == once.tokens
+
+
+def test_sampling_filters_choose_among_the_likeliest(session, ids, expected):
+    session.evaluate(ids[:20])
+    order = np.argsort(-expected[19])
+    probabilities = np.exp(expected[19] - expected[19].max())
+    probabilities /= probabilities.sum()
+    off = dict(top_k=0, top_p=1.0, min_p=0.0)
+
+    def drawn(**options):
+        chosen = set()
+        for seed in range(300):
+            session.set_sampling(Sampling(**(off | options), temperature=1.0, seed=seed))
+            chosen.add(session.sample())
+        return chosen
+
+    assert drawn(top_k=1) == {int(order[0])}
+    assert drawn(top_k=3) <= {int(t) for t in order[:3]}
+    nucleus = int(np.searchsorted(np.cumsum(probabilities[order]), 0.6)) + 1
+    assert drawn(top_p=0.6) <= {int(t) for t in order[:nucleus]}
+    keep = {int(t) for t in np.flatnonzero(probabilities >= 0.3 * probabilities.max())}
+    assert drawn(min_p=0.3) <= keep
+    assert len(drawn()) > len(keep)
+
+
+def test_sampled_frequencies_are_the_softmax(session, ids, expected):
+    session.evaluate(ids[:20])
+    draws = 4000
+    counts = np.zeros(260)
+    for seed in range(draws):
+        session.set_sampling(Sampling(temperature=2.0, top_k=0, top_p=1.0, seed=seed))
+        counts[session.sample()] += 1
+    probabilities = np.exp((expected[19] - expected[19].max()) / 2.0)
+    probabilities /= probabilities.sum()
+    # five standard deviations of a binomial: one false alarm in a million a token
+    bound = 5 * np.sqrt(draws * probabilities * (1 - probabilities)) + 2
+    assert (np.abs(counts - draws * probabilities) < bound).all()
+
+
+def test_repetition_penalty_makes_repeats_rarer(model, ids):
+    def distinct(penalty):
+        with Session(model, context=CAPACITY) as session:
+            options = Sampling(temperature=0, repetition_penalty=penalty, repetition_window=0)
+            return len(set(session.generate_tokens(ids[:4], 80, options)))
+
+    assert distinct(5.0) > distinct(1.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0},
+        {"seed": -1},
+    ],
+)
+def test_impossible_sampling_names_the_option(options):
+    with pytest.raises(InputError, match=next(iter(options))):
+        Sampling(**options)
+
+
+def test_streaming_text_and_stop_string(model, session, bytes_tokenizer):
+    greedy = Sampling(temperature=0)
+    whole = "".join(session.generate("abc", 40, greedy))
+    assert whole == bytes_tokenizer.decode(session.tokens[3:]).rstrip("\N{REPLACEMENT CHARACTER}")
+    stop = whole[10:12]
+    with Session(model, context=CAPACITY) as other:
+        assert "".join(other.generate("abc", 40, greedy, stop=[stop])) == whole[: whole.index(stop)]
+
+
+def test_cancel_from_another_thread_stops_a_generation(model):
+    with Session(model, context=CAPACITY) as session:
+        canceller = threading.Timer(0.05, session.cancel)
+        canceller.start()
+        with pytest.raises(Cancelled):
+            while True:
+                session.rewind(0)
+                session.evaluate(list(range(90)))
+        canceller.join()
+        session.rewind(0)
+        session.evaluate([1, 2, 3])  # and the session is usable again
+        assert session.tokens == [1, 2, 3]
+
+
+def test_sessions_of_one_model_run_in_parallel(model, ids, expected):
+    results = {}
+
+    def work(shift):
+        with Session(model, context=CAPACITY, prefill_chunk=CHUNK) as session:
+            for _ in range(5):
+                session.rewind(0)
+                results[shift] = session.score(ids[: CAPACITY - shift])
+
+    threads = [threading.Thread(target=work, args=(shift,)) for shift in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    for shift, logits in results.items():
+        np.testing.assert_allclose(logits, expected[: CAPACITY - shift], atol=TOLERANCE)
+
+
+def test_memory_counts_the_cache_row_by_row(model, session, ids):
+    per_token = model.info.cache_bytes_per_token
+    assert per_token == model.config.cache_bytes_per_token("fp32")
+    session.evaluate(ids[:10])
+    memory = session.memory()
+    assert memory["cache_used"] == 10 * per_token
+    assert 0 <= memory["cache_reserved"] - CAPACITY * per_token < 2 * 65536  # each layer ends with its page
+    assert 0 < memory["cache_committed"]
+    assert memory["resident"] >= memory["anonymous"] > 0
+    assert memory["peak_resident"] >= memory["resident"] * 0.99
+
+
+def test_bad_values_are_refused_by_name(model, session):
+    with pytest.raises(InputError, match="context = 97"):
+        Session(model, context=97)
+    with pytest.raises(InputError, match="context = 0"):
+        Session(model, context=0)
+    with pytest.raises(InputError, match="prefill_chunk = 0"):
+        Session(model, prefill_chunk=0)
+    with pytest.raises(InputError, match="token 260"):
+        session.evaluate([1, 260])
+    with pytest.raises(InputError, match="token -1"):
+        session.evaluate([-1])
+    with pytest.raises(InputError, match="rewind to 5"):
+        session.rewind(5)
+    with pytest.raises(InputError, match="max_tokens"):
+        next(session.generate_tokens([1], 0))
+    with pytest.raises(InputError, match="no tokens"):
+        next(session.generate("", 5))
+    with pytest.raises(InputError):
+        session.logits()  # nothing evaluated yet
+    assert session.tokens == []
+
+
+def test_fill_gives_a_deep_context_at_once(session, ids):
+    began = time.monotonic()
+    session.fill(CAPACITY - 1)
+    assert time.monotonic() - began < 5
+    session.evaluate(ids[:1])
+    assert np.isfinite(session.logits()).all()
+    with pytest.raises(ContextFull):
+        session.evaluate(ids[:1])
