@@ -1,8 +1,8 @@
 """edge-qkv: language models whose keys and values are one tensor, with long contexts in little memory.
 
-    from edge_qkv import Session
-    for piece in Session("package").generate("To be, or"):
-        print(piece, end="", flush=True)
+from edge_qkv import Session
+for piece in Session("package").generate("To be, or"):
+    print(piece, end="", flush=True)
 """
 
 from edge_qkv.config import ModelConfig

@@ -142,7 +142,9 @@ def library() -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise InputError(f"{path}: cannot be loaded ({error}); install edge-qkv again") from None
     if version != _ABI_VERSION:
-        raise InputError(f"{path}: has ABI version {version}, this package needs {_ABI_VERSION}; install edge-qkv again")
+        raise InputError(
+            f"{path}: has ABI version {version}, this package needs {_ABI_VERSION}; install edge-qkv again"
+        )
     for name, arguments in _FUNCTIONS.items():
         function = getattr(lib, name)
         function.argtypes, function.restype = arguments, c_int

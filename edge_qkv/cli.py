@@ -42,26 +42,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(arguments: argparse.Namespace) -> None:
     _need("torch", "export")
     from edge_qkv.export import TARGETS
+    from edge_qkv.export.progress import Bar
+    from edge_qkv.inspection import describe, inspect
 
-    options = {"weights": arguments.weights, "cache": arguments.cache, "block_size": arguments.block_size}
-    manifest = TARGETS[arguments.target](
-        arguments.checkpoint,
-        arguments.output,
-        tokenizer=arguments.tokenizer,
-        held_text=arguments.parity_text,
-        parity=not arguments.no_parity,
-        **options,
-    )
-    from edge_qkv.inspection import describe, inspect, parity_line
-
+    bar = Bar()
+    try:
+        manifest = TARGETS[arguments.target](
+            arguments.checkpoint,
+            arguments.output,
+            weights=arguments.weights,
+            cache=arguments.cache,
+            block_size=arguments.block_size,
+            tokenizer=arguments.tokenizer,
+            held_text=arguments.parity_text,
+            parity=not arguments.no_parity,
+            progress=bar,
+        )
+    finally:
+        bar.close()
     if arguments.json:
         print(json.dumps(manifest, indent=2))
         return
     print(describe(str(arguments.output), inspect(str(arguments.output))))
-    print(f"\nparity: {parity_line(manifest['parity'])}" if manifest["parity"] else "\nparity: not measured")
-    if "tokenizer.json" not in manifest["files"]:
-        print("no tokenizer in the package: it takes token ids (edge-qkv run --tokens); --tokenizer adds one")
-    print(f"run it: edge-qkv run {arguments.output} --prompt ...")
+    prompt = "--prompt TEXT" if "tokenizer.json" in manifest["files"] else "--tokens 1,2,3"
+    print(f"\nrun it: edge-qkv run {arguments.output} {prompt}")
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -199,6 +203,13 @@ def _need(module: str, extra: str) -> None:
         raise InputError(f"this needs {module}, which is not installed; run pip install 'edge-qkv[{extra}]'")
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="edge-qkv",
@@ -210,9 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, function, summary: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(
-            name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        added = commands.add_parser(name, help=summary, description=summary, formatter_class=_Help)
         added.set_defaults(command=function)
         return added
 

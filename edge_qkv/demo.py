@@ -12,7 +12,6 @@ from edge_qkv.errors import EdgeQKVError
 from edge_qkv.tables import size, table
 
 CHECKPOINT = Path(__file__).parent / "bundled"
-HELD_TEXT = CHECKPOINT / "held-out.txt"
 CONTEXT = 32768
 
 
@@ -28,7 +27,7 @@ def demo(output: Path, prompt: str, max_tokens: int, threads: int) -> None:
     for weights in ("int4", "int8"):
         package = output / f"shakespeare-{weights}"
         print(f"== export {CHECKPOINT.name} checkpoint to {weights} ONNX", flush=True)
-        manifest = TARGETS["onnx"](str(CHECKPOINT), package, weights=weights, held_text=HELD_TEXT)
+        manifest = TARGETS["onnx"](str(CHECKPOINT), package, weights=weights)
         print(f"== {max_tokens} tokens from {package}\n", flush=True)
         figures = _run(package, prompt, max_tokens, threads)
         memory, parity = figures["memory"], manifest["parity"]

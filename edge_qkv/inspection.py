@@ -64,7 +64,9 @@ def describe(path: str, facts: dict[str, Any]) -> str:
         ]
         if parity := facts["parity"]:
             rows.append(("parity", parity_line(parity)))
-    rows.append(("tokenizer", "yes" if facts["tokenizer"] else "none: token ids only; export with --tokenizer to add one"))
+    rows.append(
+        ("tokenizer", "yes" if facts["tokenizer"] else "none: token ids only; export with --tokenizer to add one")
+    )
     rows += [(f"  {name}", value) for name, value in facts["config"].items()]
     lines = [f"{path}: {what}", *(f"{name:<18} {value}" for name, value in rows), ""]
     caches = [

@@ -30,12 +30,8 @@ _PAPER = dict(
 )
 # arXiv 2606.04032, at a context of 32,768 tokens (its deployment tables).
 PRESETS = {
-    "300M": ModelConfig(
-        layers=20, width=1024, heads=16, kv_heads=16, head_dim=64, mlp_width=4096, **_PAPER
-    ),
-    "1.2B": ModelConfig(
-        layers=22, width=2048, heads=32, kv_heads=32, head_dim=64, mlp_width=8192, **_PAPER
-    ),
+    "300M": ModelConfig(layers=20, width=1024, heads=16, kv_heads=16, head_dim=64, mlp_width=4096, **_PAPER),
+    "1.2B": ModelConfig(layers=22, width=2048, heads=32, kv_heads=32, head_dim=64, mlp_width=8192, **_PAPER),
 }
 
 

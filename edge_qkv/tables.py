@@ -10,7 +10,9 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> str:
     cells = [[str(c) for c in row] for row in ([header] if header else []) + list(rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = [
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        "  ".join(
+            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in cells
     ]
     if header:

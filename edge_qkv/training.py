@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -109,11 +111,7 @@ def train(data: Path, output: Path, recipe: Recipe, model_options: dict, vocab_s
         torch.save(parts, temporary)
         os.replace(temporary, output / _STATE)
 
-    try:
-        _run_steps(model, optimizer, tokens, held, recipe, state, save_state)
-    except KeyboardInterrupt:
-        save_state()
-        raise
+    _run_steps(model, optimizer, tokens, held, recipe, state, save_state)
     return _write_checkpoint(model, output, recipe, state, held, len(held_text.encode()), weights)
 
 
@@ -122,31 +120,56 @@ def _run_steps(model, optimizer, tokens, held, recipe: Recipe, state: dict, save
     progress = tqdm(total=recipe.steps, initial=state["step"], unit="step", mininterval=1.0)
     model.train()
     offsets = torch.arange(recipe.context + 1)
-    while state["step"] < recipe.steps:
-        began, step = time.monotonic(), state["step"]
-        # The step seeds its own batch, so that a resumed run sees what an unbroken one would have seen.
-        generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
-        starts = torch.randint(len(tokens) - recipe.context, (recipe.batch,), generator=generator)
-        window = tokens[starts[:, None] + offsets]  # [batch, context + 1]
-        for group in optimizer.param_groups:
-            group["lr"] = _learning_rate(step, recipe)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits, _ = model(window[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        state["step"] += 1
-        state["seconds"] += time.monotonic() - began
-        progress.update()
-        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-        if state["step"] % recipe.evaluate_every == 0 or state["step"] == recipe.steps:
-            held_loss = held_out_loss(model, held, recipe.context)
-            state["history"].append({"step": state["step"], "loss": loss.item(), "held_out": held_loss})
-            progress.write(f"step {state['step']}: held-out perplexity {math.exp(held_loss):.2f}")
-            save_state()
-    progress.close()
+    with _Interrupt() as interrupt, progress:
+        while state["step"] < recipe.steps:
+            began, step = time.monotonic(), state["step"]
+            # Each step seeds its own batch and dropout, so that a resumed run does what an unbroken one does.
+            torch.manual_seed(recipe.seed * 1_000_003 + step)
+            starts = torch.randint(len(tokens) - recipe.context, (recipe.batch,))
+            window = tokens[starts[:, None] + offsets]  # [batch, context + 1]
+            for group in optimizer.param_groups:
+                group["lr"] = _learning_rate(step, recipe)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                logits, _ = model(window[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            state["step"] += 1
+            state["seconds"] += time.monotonic() - began
+            progress.update()
+            progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+            if state["step"] % recipe.evaluate_every == 0 or state["step"] == recipe.steps:
+                held_loss = held_out_loss(model, held, recipe.context)
+                state["history"].append({"step": state["step"], "loss": loss.item(), "held_out": held_loss})
+                progress.write(f"step {state['step']}: held-out perplexity {math.exp(held_loss):.2f}")
+                save_state()
+            if interrupt.requested:
+                save_state()
+                raise KeyboardInterrupt
+
+
+class _Interrupt:
+    """Keeps Ctrl-C until the step is whole: a state saved in the middle of one could not be continued exactly."""
+
+    requested = False
+
+    def __enter__(self) -> _Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._request) if _in_main_thread() else None
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _request(self, *_) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, self._before)  # a second Ctrl-C stops at once
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _write_checkpoint(model, output: Path, recipe: Recipe, state: dict, held, held_bytes: int, weights: str) -> dict:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from edge_qkv.export.progress import Progress, silent
+
 from edge_qkv.checkpoints import Checkpoint, read_checkpoint
 from edge_qkv.errors import InputError
-from edge_qkv.export.progress import Progress, silent
 
 HELD_TEXT = "held-out.txt"  # beside a checkpoint: text it was not trained on
 

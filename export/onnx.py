@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+from edge_qkv.export import onnx_graph, onnx_weights, parity
+from edge_qkv.export.onnx_weights import Pieces, Recipe
+from edge_qkv.export.progress import Progress, silent
+from edge_qkv.export.quantize import BLOCK_SIZES
 
 from edge_qkv import attention, files, package
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.config import CACHE_BYTES
 from edge_qkv.errors import InputError
-from edge_qkv.export import onnx_graph, onnx_weights, parity
-from edge_qkv.export.onnx_weights import Pieces, Recipe
-from edge_qkv.export.progress import Progress, silent
-from edge_qkv.export.quantize import BLOCK_SIZES
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
 BITS = {"fp32": 0, "int8": 8, "int4": 4}
@@ -107,7 +107,6 @@ def open_runner(directory: Path, context: int) -> tuple[parity.Score, str]:
         _native.library_path()
     except InputError:  # not installed; a library that is there but fails to load is an error, not a reason to switch
         import onnxruntime
-
         from edge_qkv.export.onnx_stock import StockSession
 
         return StockSession(directory, context).score, f"onnxruntime {onnxruntime.__version__}"
@@ -123,7 +122,9 @@ def _recipe(weights: str, block_size: int | None, accuracy_level: int) -> Recipe
     if block_size is not None and not bits:
         raise InputError("--block-size applies to --weights int8 and int4 only; leave it out with fp32")
     if block_size is not None and block_size not in BLOCK_SIZES:
-        raise InputError(f"--block-size {block_size} is not supported; choose one of {', '.join(map(str, BLOCK_SIZES))}")
+        raise InputError(
+            f"--block-size {block_size} is not supported; choose one of {', '.join(map(str, BLOCK_SIZES))}"
+        )
     wide = 8 if bits else 0
     return Recipe(bits, bits, wide, block_size or DEFAULT_BLOCK_SIZE, accuracy_level)
 
@@ -183,4 +184,3 @@ def _version() -> str:
     import edge_qkv
 
     return edge_qkv.__version__
-

@@ -27,7 +27,9 @@ class StockSession:
         options.intra_op_num_threads = threads
         options.log_severity_level = 3  # errors: it warns of every unused output of a fused node
         model = str(self.package.path / "model.onnx")
-        self.engine = onnxruntime.InferenceSession(model, options, providers=list(providers or ["CPUExecutionProvider"]))
+        self.engine = onnxruntime.InferenceSession(
+            model, options, providers=list(providers or ["CPUExecutionProvider"])
+        )
         self.context, self.past = context, 0
         shape = (1, self.package.config.kv_heads, context, self.package.config.head_dim)
         dtype = _CACHE_DTYPE[self.package.manifest["cache"]]

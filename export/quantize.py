@@ -43,7 +43,9 @@ def quantize(weight: Tensor, bits: int, block_size: int) -> Quantized:
     if bits not in (4, 8):
         raise InputError(f"weights of {bits} bits are not supported; choose 4 or 8")
     if block_size not in BLOCK_SIZES:
-        raise InputError(f"--block-size {block_size} is not supported; choose one of {', '.join(map(str, BLOCK_SIZES))}")
+        raise InputError(
+            f"--block-size {block_size} is not supported; choose one of {', '.join(map(str, BLOCK_SIZES))}"
+        )
     rows, columns = weight.shape
     blocks = blocks_of(columns, block_size)
     codes = torch.empty(rows, blocks, block_size * bits // 8, dtype=torch.uint8)
@@ -53,9 +55,10 @@ def quantize(weight: Tensor, bits: int, block_size: int) -> Quantized:
         part = weight[start : start + step].to(torch.float32)  # [n, K]
         part = torch.nn.functional.pad(part, (0, blocks * block_size - columns))
         part = part.view(-1, blocks, block_size)  # [n, blocks, block_size]
-        scale = _search_scales(part) if bits == 4 else part.abs().amax(-1) / 127
-        if not torch.isfinite(scale).all():
+        peak = part.abs().amax(-1)  # [n, blocks]; not finite where a weight is not
+        if not torch.isfinite(peak).all():
             raise InputError("holds values that are not finite; the checkpoint is damaged or was saved while diverging")
+        scale = _search_scales(part) if bits == 4 else peak / 127
         levels = _round(part, scale, bits)
         scales[start : start + step] = scale
         codes[start : start + step] = _pack(levels, bits)

@@ -86,7 +86,6 @@ def bundled_checkpoint() -> Path:
 @pytest.fixture(scope="session")
 def bundled_package(tmp_path_factory, bundled_checkpoint):
     """bundled_package(weights) -> (package, manifest) of the bundled model, exported once a weight type."""
-    from edge_qkv.demo import HELD_TEXT
     from edge_qkv.export import TARGETS
 
     made: dict[str, tuple[Path, dict]] = {}
@@ -94,9 +93,7 @@ def bundled_package(tmp_path_factory, bundled_checkpoint):
     def package(weights: str) -> tuple[Path, dict]:
         if weights not in made:
             output = tmp_path_factory.mktemp("bundled") / weights
-            made[weights] = output, TARGETS["onnx"](
-                str(bundled_checkpoint), output, weights=weights, held_text=HELD_TEXT
-            )
+            made[weights] = output, TARGETS["onnx"](str(bundled_checkpoint), output, weights=weights)
         return made[weights]
 
     return package

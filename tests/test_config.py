@@ -9,9 +9,7 @@ from edge_qkv.config import MLP, NORM, POSITIONS, QUERY, SHARING, ModelConfig
 from edge_qkv.errors import InputError
 from edge_qkv.presets import VARIANTS, apply_variant, preset
 
-SMALL = ModelConfig(
-    vocab_size=50, max_positions=40, layers=2, width=24, heads=4, head_dim=6, kv_heads=4, mlp_width=20
-)
+SMALL = ModelConfig(vocab_size=50, max_positions=40, layers=2, width=24, heads=4, head_dim=6, kv_heads=4, mlp_width=20)
 
 # Cache bytes at 32,768 tokens in fp16, from the tables of arXiv 2606.04032.
 PAPER_CACHES = {

@@ -67,9 +67,7 @@ def test_rewind_then_go_on(session, ids, expected, length):
     session.evaluate(ids[:length])
     session.rewind(length // 2)
     assert session.tokens == ids[: length // 2]
-    np.testing.assert_allclose(
-        session.score(ids[length // 2 : length]), expected[length // 2 : length], atol=TOLERANCE
-    )
+    np.testing.assert_allclose(session.score(ids[length // 2 : length]), expected[length // 2 : length], atol=TOLERANCE)
 
 
 def test_rewind_to_the_same_length_keeps_the_conversation(session, ids, expected):
@@ -242,7 +240,7 @@ def test_memory_counts_the_cache_row_by_row(model, session, ids):
     memory = session.memory()
     assert memory["cache_used"] == 10 * per_token
     assert 0 <= memory["cache_reserved"] - CAPACITY * per_token < 2 * 65536  # each layer ends with its page
-    assert 0 < memory["cache_committed"]
+    assert memory["cache_committed"] > 0
     assert memory["resident"] >= memory["anonymous"] > 0
     assert memory["peak_resident"] >= memory["resident"] * 0.99
 

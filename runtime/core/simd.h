@@ -38,12 +38,15 @@ template <int L>
 struct Simd {
   typedef float Float __attribute__((vector_size(L * 4)));
   typedef int32_t Int __attribute__((vector_size(L * 4)));
+  typedef uint32_t Bits __attribute__((vector_size(L * 4)));
   typedef uint16_t Half __attribute__((vector_size(L * 2)));
 };
 template <int L>
 using Float = typename Simd<L>::Float;
 template <int L>
 using Int = typename Simd<L>::Int;
+template <int L>
+using Bits = typename Simd<L>::Bits;
 
 template <int L>
 EDGE_QKV_INLINE Float<L> load(const float* p) {
@@ -114,9 +117,7 @@ EDGE_QKV_INLINE Float<L> exp2_nonpositive(Float<L> x) {
   p = p * r + 2.40226477e-1f;
   p = p * r + 6.93147182e-1f;
   p = p * r + 1.0f;
-  // Unsigned, for the shift may push bits out.
-  typedef uint32_t Bits __attribute__((vector_size(L * 4)));
-  const Float<L> scaled = (Float<L>)((Bits)p + ((Bits)shifted << 23));
+  const Float<L> scaled = (Float<L>)((Bits<L>)p + ((Bits<L>)shifted << 23));
   return x < -126.0f ? Float<L>{} : scaled;
 }
 
@@ -166,33 +167,34 @@ EDGE_QKV_INLINE void to_half(uint16_t* p, Float<4> v) {
 EDGE_QKV_INLINE Float<4> from_half(const uint16_t* p) {
   Simd<4>::Half half;
   memcpy(&half, p, sizeof half);
-  const Int<4> h = __builtin_convertvector(half, Int<4>);
-  const Int<4> magnitude = (h & 0x7fff) << 13;
-  const Int<4> exponent = magnitude & (0x7c00 << 13);
+  const Bits<4> h = __builtin_convertvector(half, Bits<4>);
+  const Bits<4> magnitude = (h & 0x7fffu) << 13;
+  const Bits<4> exponent = magnitude & (0x7c00u << 13);
   // Rebias the exponent; for infinity and NaN push it to the top and make NaNs quiet.
-  Int<4> bits = magnitude + ((127 - 15) << 23);
-  Int<4> special = bits + ((128 - 16) << 23);
-  special |= (magnitude > (0x7c00 << 13)) & 0x00400000;
-  bits = exponent == (0x7c00 << 13) ? special : bits;
+  Bits<4> bits = magnitude + ((127u - 15u) << 23);
+  Bits<4> special = bits + ((128u - 16u) << 23);
+  special |= (Bits<4>)(magnitude > (0x7c00u << 13)) & 0x00400000u;
+  bits = exponent == (0x7c00u << 13) ? special : bits;
   // A subnormal is its mantissa under an implied 1 too many: subtract that.
-  const Float<4> subnormal = (Float<4>)(bits + (1 << 23)) - (Float<4>)splat<4>(113 << 23);
-  bits = exponent == 0 ? (Int<4>)subnormal : bits;
-  return (Float<4>)(bits | (h & 0x8000) << 16);
+  const float kImplied = 0x1p-14f;
+  const Float<4> subnormal = (Float<4>)(bits + (1u << 23)) - kImplied;
+  bits = exponent == 0u ? (Bits<4>)subnormal : bits;
+  return (Float<4>)(bits | (h & 0x8000u) << 16);
 }
 
 EDGE_QKV_INLINE void to_half(uint16_t* p, Float<4> value) {
-  const Int<4> all = (Int<4>)saturate_to_half<4>(value);
-  const Int<4> sign = (all >> 16) & 0x8000;
-  const Int<4> x = all & 0x7fffffff;
+  const Bits<4> all = (Bits<4>)saturate_to_half<4>(value);
+  const Bits<4> sign = (all >> 16) & 0x8000u;
+  const Bits<4> x = all & 0x7fffffffu;
   // Below 2^-14: adding 0.5 aligns the mantissa to steps of 2^-24, rounding to nearest even.
-  const Int<4> kAlign = splat<4>(126 << 23);
-  const Int<4> subnormal = (Int<4>)((Float<4>)x + (Float<4>)kAlign) - kAlign;
+  const uint32_t kHalfBits = 126u << 23;
+  const Bits<4> subnormal = (Bits<4>)((Float<4>)x + 0.5f) - kHalfBits;
   // Otherwise rebias and round half to even.
-  const Int<4> odd = (x >> 13) & 1;
-  const Int<4> normal = (x - ((127 - 15) << 23) + 0xfff + odd) >> 13;
-  const Int<4> nan = 0x7e00 | ((x >> 13) & 0x3ff);
-  Int<4> h = x < (113 << 23) ? subnormal : normal;
-  h = x > 0x7f800000 ? nan : h;
+  const Bits<4> odd = (x >> 13) & 1u;
+  const Bits<4> normal = (x - ((127u - 15u) << 23) + 0xfffu + odd) >> 13;
+  const Bits<4> nan = 0x7e00u | ((x >> 13) & 0x3ffu);
+  Bits<4> h = x < (113u << 23) ? subnormal : normal;
+  h = x > 0x7f800000u ? nan : h;
   const Simd<4>::Half half = __builtin_convertvector(h | sign, Simd<4>::Half);
   memcpy(p, &half, sizeof half);
 }

@@ -154,11 +154,12 @@ struct Problem {
     Guarded cache(cache_values() * width);
     const std::vector<float> row = random_floats(p.past * p.head_dim);
     std::vector<uint16_t> half(row.size());
+    if (row.empty()) return cache;
     active_kernel().float_to_half(row.data(), half.data(), row.size());
     for (int64_t head = 0; head < p.batch * p.kv_heads; ++head) {
       unsigned char* to = cache.as<unsigned char>() + head * p.capacity * p.head_dim * width;
       // The same rows for every head, but turned by one value a head.
-      const size_t turn = row.empty() ? 0 : head % row.size();
+      const size_t turn = head % row.size();
       const unsigned char* from = reinterpret_cast<const unsigned char*>(row.data());
       if (width == 2) from = reinterpret_cast<const unsigned char*>(half.data());
       std::memcpy(to, from + turn * width, (row.size() - turn) * width);

@@ -1,0 +1,378 @@
+"""ONNX packages in plain ONNX Runtime against the eager decoder that they were exported from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from edge_qkv.export import onnx_stock
+from edge_qkv.export.onnx import export_onnx
+from edge_qkv.export.quantize import dequantize, quantize
+
+from edge_qkv import files, package
+from edge_qkv.checkpoints import Checkpoint
+from edge_qkv.config import ModelConfig
+from edge_qkv.errors import InputError
+from edge_qkv.model import Decoder
+
+CHUNK, CAPACITY = 10, 24
+LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)
+
+BASE = ModelConfig(
+    vocab_size=131, max_positions=40, layers=2, width=48, heads=4, head_dim=12, kv_heads=4, mlp_width=56
+)
+# Between them: the eight sharings, query modes, positions (whole and partial rotation), MLPs, norms, biases, heads.
+CASES: dict[str, ModelConfig] = {
+    "QKV": replace(BASE, norm_bias=True, attention_bias=True, mlp_bias=True),
+    "Q=K-V": replace(
+        BASE, sharing="q=k-v", positions="rotary-conjugate", norm="rmsnorm", mlp="swiglu", tied_head=False
+    ),
+    "Q-K=V": replace(
+        BASE, sharing="q-k=v", positions="rotary-conjugate", norm="rmsnorm", norm_bias=True, mlp="geglu", mlp_bias=True
+    ),
+    "Q=K=V": replace(BASE, sharing="q=k=v", positions="rotary-on-read", mlp="gelu_tanh", tied_head=False),
+    "GQA": replace(BASE, kv_heads=2, positions="rotary-on-read", rotary_dim=6, query="residual", mlp="swiglu"),
+    "MQA": replace(BASE, kv_heads=1, positions="none", query="identity", attention_scale=0.2),
+    "Q-GQA": replace(
+        BASE, sharing="q-k=v", kv_heads=2, positions="rotary-on-read", rotary_dim=8, query="residual_gelu"
+    ),
+    "Q-MQA": replace(
+        BASE, sharing="q-k=v", kv_heads=1, positions="rotary-conjugate", rotary_dim=6, norm="rmsnorm", mlp="swiglu"
+    ),
+    "Q-MQA, head_dim 62": replace(
+        BASE, sharing="q-k=v", kv_heads=1, width=744, heads=12, head_dim=62, query="identity", norm_bias=True, layers=1
+    ),
+}
+
+
+def random_checkpoint(config: ModelConfig, tokenizer: Path | None = None) -> Checkpoint:
+    """Weights large enough that every part of the model shows in the logits, which are of order 1."""
+    decoder = Decoder(config).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            std = 0.2 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+            parameter.normal_(std=std, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(1)
+    state = decoder.state_dict()
+    return of_tensors(config, {name: state[name] for name in decoder.weight_names()}, tokenizer)
+
+
+def of_tensors(config: ModelConfig, tensors: dict[str, torch.Tensor], tokenizer: Path | None = None) -> Checkpoint:
+    return Checkpoint(config, {n: (lambda t=t: t) for n, t in tensors.items()}, "test", None, tokenizer)
+
+
+def some_tokens(config: ModelConfig, count: int = CAPACITY, seed: int = 5) -> list[int]:
+    return np.random.default_rng(seed).integers(0, config.vocab_size, count).tolist()
+
+
+@torch.no_grad()
+def eager(decoder: Decoder, tokens: list[int], dtype: torch.dtype | None = None) -> np.ndarray:
+    """Logits [n, V]; `dtype`: through a cache of that type, else as one sequence."""
+    caches = None if dtype is None else decoder.new_caches(len(tokens), dtype)
+    return decoder(torch.tensor([tokens]), 0, caches)[0][0].numpy()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """exported(case, **options) -> (checkpoint, package path), each made once."""
+    made: dict[tuple, tuple[Checkpoint, Path]] = {}
+
+    def export(case: str, **options) -> tuple[Checkpoint, Path]:
+        key = (case, *sorted(options.items()))
+        if key not in made:
+            checkpoint, path = random_checkpoint(CASES[case]), tmp_path_factory.mktemp("onnx") / "package"
+            export_onnx(checkpoint, path, **{"run_parity": False, **options})
+            made[key] = checkpoint, path
+        return made[key]
+
+    return export
+
+
+# ---- fp32: the lowering ----
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_the_decoders(exported, case):
+    """1e-4: logits of order 1 to 5 from float32 sums of at most 744 products, in another order."""
+    checkpoint, path = exported(case, weights="fp32", cache="fp32")
+    decoder, tokens = checkpoint.load(), some_tokens(checkpoint.config)
+    other = some_tokens(checkpoint.config, seed=6)
+    close = dict(rtol=0, atol=1e-4)
+    expected = eager(decoder, tokens)  # causal: row i of any prefix is row i of the whole
+    assert expected.std() > 0.3
+    session = onnx_stock.StockSession(path, CAPACITY, threads=1)
+    for length in LENGTHS:  # the first rounds run over rows of NaN, which no result may show
+        session.rewind(0)
+        np.testing.assert_allclose(session.evaluate(tokens[:length]), expected[:length], **close)
+    session.rewind(0)
+    np.testing.assert_allclose(session.score(tokens, CHUNK, decode=0), expected, **close)
+    session.rewind(0)
+    np.testing.assert_allclose(session.score(tokens, CHUNK, decode=CAPACITY - 3), expected, **close)
+    session.rewind(5)  # another ending over the old one's rows
+    mixed = tokens[:5] + other[5:]
+    np.testing.assert_allclose(session.score(mixed[5:], CHUNK, decode=2), eager(decoder, mixed)[5:], **close)
+    np.testing.assert_array_equal([session.past], [CAPACITY])
+
+
+def test_only_the_asked_rows_have_logits(exported):
+    checkpoint, path = exported("Q-MQA", weights="fp32", cache="fp32")
+    tokens = some_tokens(checkpoint.config)
+    expected = eager(checkpoint.load(), tokens)
+    for rows in ([CAPACITY - 1], [0], [3, 17, 4], list(range(CAPACITY))):
+        session = onnx_stock.StockSession(path, CAPACITY, threads=1)
+        np.testing.assert_allclose(session.evaluate(tokens, rows), expected[rows], rtol=0, atol=1e-4)
+
+
+def test_the_cache_holds_the_operators_rows(exported):
+    """Another engine, or a snapshot, may read them: the new rows at `past`, everything else untouched."""
+    checkpoint, path = exported("Q-MQA", weights="fp32", cache="fp32")
+    tokens = some_tokens(checkpoint.config, 9)
+    decoder = checkpoint.load()
+    with torch.no_grad():
+        _, caches = decoder(torch.tensor([tokens]), 0, decoder.new_caches(9))
+    session = onnx_stock.StockSession(path, CAPACITY, threads=1)
+    session.score(tokens, 4, decode=1)
+    for (reference,), cache in zip(caches, session.caches.values(), strict=True):
+        np.testing.assert_allclose(cache[:, :, :9], reference.numpy(), rtol=0, atol=1e-5)
+        assert np.isnan(cache[:, :, 9:]).all()
+
+
+# ---- fp16 cache ----
+
+
+@pytest.mark.parametrize("case", ["Q=K-V", "GQA", "Q-MQA"])
+def test_fp16_cache(exported, case):
+    """Against a decoder that rounds the same rows to fp16.
+
+    What differs is a row whose float32 value lies within 1e-7 of the middle of two fp16 neighbours: it may be
+    rounded to either. One such value moves by 2^-10 of itself at most, and with it one of the D terms of a score
+    or an output; a logit, made of them with gains of about 1, by less than 2^-10 of the largest logit.
+    """
+    checkpoint, path = exported(case, weights="fp32", cache="fp16")
+    tokens = some_tokens(checkpoint.config)
+    expected = eager(checkpoint.load(), tokens, torch.float16)
+    session = onnx_stock.StockSession(path, CAPACITY, threads=1)
+    assert {c.dtype for c in session.caches.values()} == {np.dtype(np.float16)}
+    actual = session.score(tokens, CHUNK, decode=5)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2**-10 * np.abs(expected).max())
+    assert np.abs(actual - eager(checkpoint.load(), tokens)).max() > 1e-5  # the cache was in fact rounded
+
+
+def test_fp16_cache_saturates(tmp_path):
+    """A row beyond fp16's range becomes its largest number: an infinity would turn every later logit into NaN."""
+    checkpoint = random_checkpoint(CASES["Q-MQA"])
+    tensors = {name: load() for name, load in checkpoint.tensors.items()}
+    tensors["layers.0.attention.key.weight"] = tensors["layers.0.attention.key.weight"] * 1e6
+    checkpoint = of_tensors(checkpoint.config, tensors)
+    export_onnx(checkpoint, tmp_path / "package", weights="fp32", cache="fp16", run_parity=False)
+    session = onnx_stock.StockSession(tmp_path / "package", CAPACITY, threads=1)
+    assert np.isfinite(session.score(some_tokens(checkpoint.config), CHUNK)).all()
+    assert np.nanmax(np.abs(session.caches["kv.0"])) == 65504
+
+
+# ---- int4 and int8 ----
+
+
+def rounded(checkpoint: Checkpoint, weights: str, block_size: int) -> Checkpoint:
+    """The checkpoint with every matrix as its codes have it, by the recipe that the README documents."""
+    body = {"int4": 4, "int8": 8}[weights]
+    tensors = {}
+    for name, load in checkpoint.tensors.items():
+        tensor = load()
+        if tensor.dim() == 2:
+            bits = body if name.startswith("layers.") else 8
+            tensor = dequantize(quantize(tensor, bits, block_size))
+        tensors[name] = tensor
+    return of_tensors(checkpoint.config, tensors)
+
+
+QUANTIZED = [
+    ("QKV", "int4", 32),  # learned positions, tied
+    ("Q=K-V", "int8", 16),  # untied
+    ("Q-MQA", "int8", 32),
+    ("Q-MQA, head_dim 62", "int4", 128),  # 744 is no multiple of a block
+]
+
+
+@pytest.mark.parametrize("case, weights, block_size", QUANTIZED)
+def test_quantized_weights_are_read_right(exported, case, weights, block_size):
+    """With activations left in float32 only the order of sums differs from a decoder with the rounded weights."""
+    options = dict(weights=weights, block_size=block_size, cache="fp32", accuracy_level=1)
+    checkpoint, path = exported(case, **options)
+    tokens = some_tokens(checkpoint.config)
+    expected = eager(rounded(checkpoint, weights, block_size).load(), tokens)
+    session = onnx_stock.StockSession(path, CAPACITY, threads=1)
+    np.testing.assert_allclose(session.score(tokens, CHUNK, decode=3), expected, rtol=0, atol=2e-4)
+    assert np.abs(expected - eager(checkpoint.load(), tokens)).max() > 1e-3  # the weights were in fact rounded
+
+
+def test_int8_activations_cost_little(exported):
+    """The default rounds activations to 8 bits, a scale a block: an error of up to 1/254 of the block's largest
+    value, uniform, so about 0.3 % of the block's size; ten matrices deep it stays a few per cent of a logit."""
+    checkpoint, path = exported("Q-MQA", weights="int8", block_size=32, cache="fp32")
+    tokens = some_tokens(checkpoint.config)
+    expected = eager(rounded(checkpoint, "int8", 32).load(), tokens)
+    actual = onnx_stock.StockSession(path, CAPACITY, threads=1).score(tokens, CHUNK)
+    assert np.sqrt(np.square(actual - expected).mean()) < 0.03 * expected.std()
+
+
+# ---- the package ----
+
+
+def test_the_file_describes_itself(exported):
+    checkpoint, path = exported("GQA", weights="fp32", cache="fp16")
+    model = onnx.load(path / "model.onnx", load_external_data=False)
+    onnx.checker.check_model(str(path / "model.onnx"))
+    assert {p.key: p.value for p in model.metadata_props} == {
+        "edge_qkv.format": "1",
+        "edge_qkv.vocab_size": "131",
+        "edge_qkv.layers": "2",
+        "edge_qkv.kv_heads": "2",
+        "edge_qkv.head_dim": "12",
+        "edge_qkv.caches": "2",
+        "edge_qkv.max_positions": "40",
+        "edge_qkv.cache_type": "fp16",
+    }
+    caches = [f"{kind}.{layer}" for layer in (0, 1) for kind in ("key", "value")]
+    assert [i.name for i in model.graph.input] == ["input_ids", "past", "logit_rows", *caches]
+    outs = [c.replace(".", "_out.") for c in caches]
+    assert [o.name for o in model.graph.output] == ["logits", *outs]
+    shapes = {v.name: _shape(v) for v in [*model.graph.input, *model.graph.output]}
+    assert shapes["input_ids"] == [1, "T"]
+    assert shapes["past"] == []
+    assert shapes["logit_rows"] == ["R"]
+    assert shapes["logits"] == [1, "R", 131]
+    assert all(shapes[name] == [1, 2, "C", 12] for name in caches + outs)
+    assert {o.domain: o.version for o in model.opset_import}["edge_qkv"] == 1
+    nodes = [n for n in model.graph.node if n.domain == "edge_qkv"]
+    assert [n.op_type for n in nodes] == ["UnifiedKVAttention"] * 2
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in nodes[0].attribute}
+    assert attributes.pop("scale") == pytest.approx(12**-0.5)
+    assert attributes == {"num_heads": 4, "kv_heads": 2, "rotary": b"on_read", "rotary_dim": 6}
+    assert list(nodes[1].input[2:6]) == ["key.1", "past", "cos", "sin"]
+    assert nodes[1].input[7] == "value.1"
+    assert list(nodes[1].output[1:]) == ["key_out.1", "value_out.1"]
+
+
+def _shape(value) -> list[int | str]:
+    return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
+
+
+def _external(path: Path) -> dict[str, dict[str, str]]:
+    model = onnx.load(path / "model.onnx", load_external_data=False)
+    return {t.name: {e.key: e.value for e in t.external_data} for t in model.graph.initializer if t.external_data}
+
+
+@pytest.mark.parametrize("case, weights", [("QKV", "int4"), ("Q-MQA", "int8"), ("Q-MQA", "fp32")])
+def test_a_tied_weight_is_stored_once(exported, case, weights):
+    block = {} if weights == "fp32" else {"block_size": 32, "accuracy_level": 1}
+    _, path = exported(case, weights=weights, cache="fp32", **block)
+    stored = _external(path)
+    if weights == "fp32":
+        assert "head.weight" not in stored and "embedding.weight" in stored
+        used = [n.op_type for n in onnx.load(path / "model.onnx", load_external_data=False).graph.node]
+        assert "Transpose" not in used  # of a weight, it would be folded into a second copy
+    else:
+        assert stored["head.packed"] == stored["embedding.packed"]
+        assert "head.scales" not in stored
+    places = {(int(e["offset"]), int(e["length"])) for e in stored.values()}
+    assert sum(-(-length // 4096) * 4096 for _, length in places) == (path / "model.onnx.data").stat().st_size
+
+
+def test_data_is_aligned_to_pages(exported):
+    _, path = exported("Q-MQA", weights="fp32", cache="fp32")
+    assert {e["location"] for e in _external(path).values()} == {"model.onnx.data"}
+    assert all(int(e["offset"]) % 4096 == 0 for e in _external(path).values())
+
+
+def test_the_manifest(tmp_path, bytes_tokenizer):
+    config = replace(CASES["Q-MQA"], vocab_size=260)
+    tokenizer = tmp_path / "tokenizer.json"
+    bytes_tokenizer.save(str(tokenizer))
+    checkpoint = random_checkpoint(config, tokenizer)
+    runs = []
+
+    def runner(directory: Path, context: int):
+        session = onnx_stock.StockSession(directory, context, threads=1)
+        return lambda tokens: runs.append(tokens) or session.score(tokens), "stock"
+
+    text = "To be, or not to be: that is the question"
+    output = tmp_path / "package"
+    manifest = export_onnx(checkpoint, output, weights="fp32", cache="fp32", text=text, runner=runner)
+    assert json.loads((output / "edge_qkv.json").read_text()) == manifest
+    opened = package.Package.open(output)
+    assert opened.config == config
+    assert opened.stop_tokens == {bytes_tokenizer.token_to_id("<|endoftext|>")}
+    assert manifest["format"] == 1 and manifest["target"] == "onnx"
+    assert (manifest["weights"], manifest["block_size"], manifest["cache"]) == ("fp32", None, "fp32")
+    assert manifest["cache_bytes_per_token"] == 2 * 12 * 4
+    assert set(manifest["files"]) == {"model.onnx", "model.onnx.data", "tokenizer.json"}
+    assert {p.name for p in output.iterdir()} == {*manifest["files"], "edge_qkv.json"}
+    for name, facts in manifest["files"].items():
+        assert facts == {"bytes": (output / name).stat().st_size, "sha256": files.sha256(output / name)}
+    assert runs == [bytes_tokenizer.encode(text).ids[:40]]
+    parity = manifest["parity"]
+    assert (parity["engine"], parity["input"], parity["tokens"]) == ("stock", "text", 40)
+    assert parity["max_logit_error"] < 1e-4 and parity["top1_agreement"] == 1
+    assert parity["perplexity_export"] == pytest.approx(parity["perplexity_checkpoint"], rel=1e-5)
+
+
+def _failing(config: ModelConfig, after: int) -> Checkpoint:
+    """A checkpoint of which the tensor number `after` cannot be read."""
+    sound = random_checkpoint(config)
+    names = list(sound.tensors)
+
+    def fail():
+        raise InputError("tensor cannot be read")
+
+    return Checkpoint(config, {**sound.tensors, names[after]: fail}, "test", None, None)
+
+
+def test_a_failed_export_leaves_nothing_behind(tmp_path):
+    with pytest.raises(InputError, match="cannot be read"):
+        export_onnx(_failing(CASES["Q-MQA"], 7), tmp_path / "package", weights="fp32")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_export_keeps_the_old_package(tmp_path):
+    old = tmp_path / "package"
+    old.mkdir()
+    (old / "edge_qkv.json").write_text("{}")
+    with pytest.raises(InputError, match="cannot be read"):
+        export_onnx(_failing(CASES["Q-MQA"], 7), old, weights="fp32")
+    assert [p.name for p in tmp_path.iterdir()] == ["package"]
+    assert (old / "edge_qkv.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"weights": "int3"}, "--weights int3"),
+        ({"cache": "int8"}, "--cache int8"),
+        ({"block_size": 33}, "--block-size 33"),
+        ({"weights": "fp32", "block_size": 32}, "--block-size applies"),
+        ({"tokenizer": Path("no-such-tokenizer.json")}, "no-such-tokenizer.json"),
+    ],
+)
+def test_wrong_options_are_named_before_any_work(tmp_path, options, message):
+    config = CASES["Q-MQA"]
+    unread = Checkpoint(config, {}, "test", None, None)  # any look into it would be a KeyError
+    with pytest.raises(InputError, match=message):
+        export_onnx(unread, tmp_path / "package", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nan_weights_are_named(tmp_path):
+    sound = random_checkpoint(CASES["Q-MQA"])
+    tensors = {name: load().clone() for name, load in sound.tensors.items()}
+    tensors["layers.1.mlp.down.weight"][3, 4] = np.nan
+    with pytest.raises(InputError, match=r"layers\.1\.mlp\.down\.weight.*not finite"):
+        export_onnx(of_tensors(sound.config, tensors), tmp_path / "package", weights="int4", run_parity=False)
+    assert list(tmp_path.iterdir()) == []
