@@ -23,40 +23,31 @@ def demo(output: Path, prompt: str, max_tokens: int, threads: int) -> None:
     """
     from edge_qkv.export import TARGETS
 
-    rows = []
+    columns = {}
     for weights in ("int4", "int8"):
         package = output / f"shakespeare-{weights}"
-        print(f"== export {CHECKPOINT.name} checkpoint to {weights} ONNX", flush=True)
+        print(f"== export the bundled checkpoint to {weights} ONNX", flush=True)
         manifest = TARGETS["onnx"](str(CHECKPOINT), package, weights=weights)
         print(f"== {max_tokens} tokens from {package}\n", flush=True)
-        figures = _run(package, prompt, max_tokens, threads)
-        memory, parity = figures["memory"], manifest["parity"]
-        rows.append(
-            (
-                weights,
-                size(figures["weight_bytes"]),
-                f"{memory['cache_used']:,}",
-                f"{memory['cache_reserved']:,}",
-                size(memory["peak_resident"]),
-                size(memory["anonymous"]),
-                figures["prefill_tokens_per_second"],
-                figures["decode_tokens_per_second"],
-                f"{parity['perplexity_export']:.2f} / {parity['perplexity_checkpoint']:.2f}",
-            )
-        )
+        columns[weights] = _column(_run(package, prompt, max_tokens, threads), manifest["parity"])
         print()
-    header = (
-        "weights",
-        "model files",
-        "cache bytes used",
-        f"reserved for {CONTEXT:,}",
-        "peak memory",
-        "anonymous",
-        "prefill tok/s",
-        "decode tok/s",
-        "perplexity / checkpoint",
-    )
-    print(table(rows, header))
+    names = next(iter(columns.values()))
+    print(table([(name, *(column[name] for column in columns.values())) for name in names], ("", *columns)))
+
+
+def _column(figures: dict, parity: dict) -> dict[str, str]:
+    memory = figures["memory"]
+    return {
+        "model files": size(figures["weight_bytes"]),
+        f"cache used by {figures['tokens']} tokens": f"{memory['cache_used']:,} B",
+        f"cache reserved for {figures['context']:,} tokens": f"{memory['cache_reserved']:,} B",
+        "peak memory, Python included": size(memory["peak_resident"]),
+        "of it anonymous": size(memory["anonymous"]),
+        "prefill": f"{figures['prefill_tokens_per_second']:,.0f} tokens/s",
+        "decode": f"{figures['decode_tokens_per_second']:,.0f} tokens/s",
+        "perplexity on held-out text": f"{parity['perplexity_export']:.2f}",
+        "perplexity of the checkpoint": f"{parity['perplexity_checkpoint']:.2f}",
+    }
 
 
 def _run(package: Path, prompt: str, max_tokens: int, threads: int) -> dict:

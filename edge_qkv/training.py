@@ -117,7 +117,7 @@ def train(data: Path, output: Path, recipe: Recipe, model_options: dict, vocab_s
 
 def _run_steps(model, optimizer, tokens, held, recipe: Recipe, state: dict, save_state) -> None:
     autocast = torch.backends.mkldnn.is_available() and "avx512_bf16" in _cpu_flags()
-    progress = tqdm(total=recipe.steps, initial=state["step"], unit="step", mininterval=1.0)
+    progress = tqdm(total=recipe.steps, initial=state["step"], unit="step", mininterval=1.0, disable=None)
     model.train()
     offsets = torch.arange(recipe.context + 1)
     with _Interrupt() as interrupt, progress:
@@ -143,7 +143,9 @@ def _run_steps(model, optimizer, tokens, held, recipe: Recipe, state: dict, save
             if state["step"] % recipe.evaluate_every == 0 or state["step"] == recipe.steps:
                 held_loss = held_out_loss(model, held, recipe.context)
                 state["history"].append({"step": state["step"], "loss": loss.item(), "held_out": held_loss})
-                progress.write(f"step {state['step']}: held-out perplexity {math.exp(held_loss):.2f}")
+                minutes = state["seconds"] / 60
+                line = f"step {state['step']}, {minutes:.1f} minutes: held-out perplexity {math.exp(held_loss):.2f}"
+                progress.write(line)
                 save_state()
             if interrupt.requested:
                 save_state()
@@ -190,6 +192,7 @@ def _write_checkpoint(model, output: Path, recipe: Recipe, state: dict, held, he
     }
     temporary = output / "model.safetensors.tmp"
     save_file(tensors, temporary)
+    temporary.chmod(0o644)  # it is created for its owner alone
     os.replace(temporary, output / "model.safetensors")
     files.write_json(output / "config.json", model.config.to_dict())
     files.write_json(output / "training.json", report)

@@ -263,8 +263,9 @@ const char* attention_error(const AttentionParams& p) {
       if (p.rotary_dim % 2 != 0) return "rotary_dim must be even.";
       if (p.rotary_dim > p.head_dim) return "rotary_dim must not exceed head_dim.";
       if (p.rotary_rows < 0) return "rotary_rows must not be negative.";
-      if (p.past + p.tokens > p.rotary_rows)
+      if (p.past + p.tokens > p.rotary_rows) {
         return "past + tokens exceeds the rows of the rotary tables.";
+      }
       if (!fits_memory({p.rotary_rows, p.rotary_dim / 2, sizeof(float)})) {
         return "The rotary tables exceed the address space.";
       }
@@ -279,10 +280,10 @@ const char* attention_error(const AttentionParams& p) {
   if (!fits_memory({p.batch, p.kv_heads, p.capacity, p.head_dim, value_bytes})) {
     return "The cache exceeds the address space.";
   }
+  if (p.tokens == 0) return nullptr;  // Engines give empty tensors no memory.
   if ((p.value == nullptr) != (p.value_cache == nullptr)) {
     return "value and value_cache must both be given, or neither.";
   }
-  if (p.tokens == 0) return nullptr;  // Engines give empty tensors no memory.
   if (!p.query) return "query is null.";
   if (!p.key) return "key is null.";
   if (!p.key_cache) return "key_cache is null.";

@@ -1,0 +1,89 @@
+"""The 1.2B Q-MQA configuration with random int4 weights: exports, loads, and decodes at both ends of 32k.
+
+A few minutes and about 1.5 GB of disk; each step runs in a process of its own, whose peak memory it prints.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+CONTEXT = 32768
+CACHE_BYTES = 92_274_688  # 22 layers * 64 values * 2 bytes * 32,768 tokens: 88.0 MiB
+
+EXPORT = """
+import json, sys
+from pathlib import Path
+from edge_qkv.export import TARGETS
+TARGETS["onnx"]("random:1.2B/Q-MQA", Path(sys.argv[1]), weights="int4", parity=False)
+peak = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
+print(json.dumps({"peak": int(peak.split()[1]) * 1024}))
+"""
+
+DECODE = """
+import json, sys, time
+import numpy as np
+from edge_qkv import ContextFull, Session
+
+def decode(session, token, repeats):
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        session.evaluate([token])
+        logits = session.logits()
+        seconds.append(time.perf_counter() - began)
+        assert np.isfinite(logits).all() and logits.std() > 0.01
+        session.rewind(len(session.tokens) - 1)
+    return sorted(seconds)[repeats // 2]
+
+with Session(sys.argv[1], context=int(sys.argv[2]), threads=2) as session:
+    loaded = session.memory()
+    shallow = decode(session, 11, 3)
+    session.fill(int(sys.argv[2]) - 1)
+    deep = decode(session, 11, 3)
+    session.evaluate([11])
+    full = session.memory()
+    try:
+        session.evaluate([11])
+        raise SystemExit("one token too many was taken")
+    except ContextFull:
+        pass
+print(json.dumps({"loaded": loaded, "full": full, "shallow": shallow, "deep": deep}))
+"""
+
+
+def _python(script: str, *arguments: object) -> dict:
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("large") / "1.2B-Q-MQA"
+    peak = _python(EXPORT, folder)["peak"]
+    print(f"\nexport: peak memory {peak:,} bytes")
+    # The fp32 weights are 4.4 GB; one at a time, with the exporter's libraries, is a fraction of that.
+    assert peak < 2.5e9
+    yield folder
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def test_decodes_at_depth_0_and_32767(package, capsys):
+    figures = _python(DECODE, package, CONTEXT)
+    loaded, full = figures["loaded"], figures["full"]
+    with capsys.disabled():
+        print(
+            f"\n1.2B Q-MQA int4: decode {figures['shallow'] * 1e3:.0f} ms at depth 0, {figures['deep'] * 1e3:.0f} ms at "
+            f"32,767; cache {full['cache_used']:,} bytes; memory loaded {loaded['resident']:,} (anonymous "
+            f"{loaded['anonymous']:,}), full {full['resident']:,}, peak {full['peak_resident']:,}"
+        )
+    assert full["cache_used"] == full["cache_reserved"] == full["cache_committed"] == CACHE_BYTES
+    assert loaded["cache_committed"] < CACHE_BYTES / 100
+    # Filling the cache adds the cache and nothing else that grows with context.
+    assert full["anonymous"] - loaded["anonymous"] < CACHE_BYTES + 64e6
