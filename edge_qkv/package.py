@@ -128,7 +128,8 @@ def _check_file(folder: Path, name: str, facts: Any, verify: bool) -> None:
         raise InputError(f"{file}: is missing from the package; copy the whole directory or export it again")
     if file.stat().st_size != facts["bytes"]:
         raise InputError(
-            f"{file}: has {file.stat().st_size:,} bytes, not {facts['bytes']:,}; copy the package again or export it again"
+            f"{file}: has {file.stat().st_size:,} bytes, not {facts['bytes']:,}; "
+            "copy the package again or export it again"
         )
     if verify and files.sha256(file) != facts.get("sha256"):
         raise InputError(f"{file}: is damaged (its SHA-256 differs); copy the package again or export it again")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from edge_qkv.export.progress import Progress, silent
-
 from edge_qkv.checkpoints import Checkpoint, read_checkpoint
 from edge_qkv.errors import InputError
+from edge_qkv.export.progress import Progress, silent
 
 HELD_TEXT = "held-out.txt"  # beside a checkpoint: text it was not trained on
 
@@ -38,6 +37,8 @@ def _onnx(checkpoint: str, output: Path, *, held_text: Path | None = None, parit
     from edge_qkv.export.onnx import export_onnx
 
     source = read_checkpoint(checkpoint)
+    if held_text is not None and not (options.get("tokenizer") or source.tokenizer):
+        raise InputError(f"--parity-text {held_text}: text needs a tokenizer; give --tokenizer as well")
     return export_onnx(source, output, text=_held_text(held_text, source), run_parity=parity, **options)
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 import torch
-from edge_qkv.export import onnx_function
 from torch import Tensor, nn
 
 from edge_qkv.config import ModelConfig
+from edge_qkv.export import onnx_function
 from edge_qkv.model import Decoder
 
 CACHE_DTYPE = {"fp32": torch.float32, "fp16": torch.float16}

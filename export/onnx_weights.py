@@ -11,10 +11,10 @@ from pathlib import Path
 
 import onnx_ir as ir
 import torch
-from edge_qkv.export.quantize import blocks_of, quantize
 from torch import Tensor, nn
 
 from edge_qkv.config import ModelConfig
+from edge_qkv.export.quantize import blocks_of, quantize
 from edge_qkv.model import Decoder, RMSNorm
 
 ALIGNMENT = 4096  # a page: every tensor can be mapped by itself

@@ -8,12 +8,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
 from edge_qkv.model import Decoder
 
 # Token ids of one sequence -> the logits after each of them, [n, V] float32.
 Score = Callable[[Sequence[int]], np.ndarray]
 _CHUNK = 64
+_FEWEST_TOKENS, _MOST_TOKENS = 256, 4096
+_MOST_WORK = 1 << 38  # parameters * tokens
+_MOST_LOGITS = 1 << 26  # values in memory, on each side
 
 
 @torch.inference_mode()
@@ -67,9 +71,23 @@ def perplexity(logits: np.ndarray, tokens: Sequence[int]) -> float:
     return math.exp(min(loss.item(), 700.0))
 
 
-def check(decoder: Decoder, score: Score, engine: str, text_tokens: Sequence[int] | None, count: int) -> dict:
-    """Runs both sides on `count` tokens: the text's first, or random ids where there is no text."""
+def check(decoder: Decoder, score: Score, engine: str, text_tokens: Sequence[int] | None) -> dict:
+    """Runs both sides on the text's first tokens, or on random ids where there is no text.
+
+    The tokens are taken in windows of the length the model was trained on, each a sequence of its own.
+    """
+    count, window = lengths(decoder.config)
     text = bool(text_tokens)
     tokens = list(text_tokens)[:count] if text else random_tokens(decoder.config.vocab_size, count)
-    report = compare(score_eagerly(decoder, tokens), score(tokens), tokens)
-    return {"engine": engine, "input": "text" if text else "random tokens", **report}
+    windows = [tokens[i : i + window] for i in range(0, len(tokens), window)]
+    reference = np.concatenate([score_eagerly(decoder, w) for w in windows])
+    exported = np.concatenate([score(w) for w in windows])
+    return {"engine": engine, "input": "text" if text else "random tokens", **compare(reference, exported, tokens)}
+
+
+def lengths(config: ModelConfig) -> tuple[int, int]:
+    """How many tokens a check takes, and its window: about a minute of eager arithmetic at most."""
+    window = config.trained_context or min(config.max_positions, 1024)
+    affordable = min(_MOST_WORK // config.parameters(), _MOST_LOGITS // config.vocab_size)
+    count = max(_FEWEST_TOKENS, min(_MOST_TOKENS, affordable))
+    return count, min(window, count)

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from samples import write_2606
 
 from edge_qkv.cli import main
+from samples import write_2606
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+
 from conftest import TINY, write_checkpoint
+from edge_qkv import Model, Session
+from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.export import TARGETS
 from edge_qkv.export.onnx_stock import StockSession
 from samples import QUERY_MODES_2510, VARIANTS_2606, write_2510, write_2606
-
-from edge_qkv import Model, Session
-from edge_qkv.checkpoints import read_checkpoint
 
 CAPACITY, CHUNK = 40, 16
 LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)

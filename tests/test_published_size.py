@@ -78,11 +78,10 @@ def test_decodes_at_depth_0_and_32767(package, capsys):
     figures = _python(DECODE, package, CONTEXT)
     loaded, full = figures["loaded"], figures["full"]
     with capsys.disabled():
-        print(
-            f"\n1.2B Q-MQA int4: decode {figures['shallow'] * 1e3:.0f} ms at depth 0, {figures['deep'] * 1e3:.0f} ms at "
-            f"32,767; cache {full['cache_used']:,} bytes; memory loaded {loaded['resident']:,} (anonymous "
-            f"{loaded['anonymous']:,}), full {full['resident']:,}, peak {full['peak_resident']:,}"
-        )
+        times = f"decode {figures['shallow'] * 1e3:.0f} ms at depth 0, {figures['deep'] * 1e3:.0f} ms at 32,767"
+        loaded_text = f"loaded {loaded['resident']:,} (anonymous {loaded['anonymous']:,})"
+        full_text = f"full {full['resident']:,} (anonymous {full['anonymous']:,}), peak {full['peak_resident']:,}"
+        print(f"\n1.2B Q-MQA int4: {times}; cache {full['cache_used']:,} bytes; memory {loaded_text}, {full_text}")
     assert full["cache_used"] == full["cache_reserved"] == full["cache_committed"] == CACHE_BYTES
     assert loaded["cache_committed"] < CACHE_BYTES / 100
     # Filling the cache adds the cache and nothing else that grows with context.

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from samples import write_2510, write_2606
 from test_checkpoint_readers import CONFIG, native
 
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.errors import InputError
+from samples import write_2510, write_2606
 
 
 def refused(path: str | Path, *parts: str) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from samples import QUERY_MODES_2510, VARIANTS_2606, reference_logits, write_2510, write_2606
 
 from edge_qkv.checkpoints import Checkpoint, read_checkpoint
 from edge_qkv.checkpoints import random as random_format
@@ -21,6 +20,7 @@ from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
 from edge_qkv.model import Decoder
 from edge_qkv.presets import preset
+from samples import QUERY_MODES_2510, VARIANTS_2606, reference_logits, write_2510, write_2606
 
 IDS = [3, 96, 0, 41, 41, 7, 55, 12, 88, 23, 1]
 

@@ -10,22 +10,20 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from edge_qkv.export import onnx_stock
-from edge_qkv.export.onnx import export_onnx
-from edge_qkv.export.quantize import dequantize, quantize
 
 from edge_qkv import files, package
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
+from edge_qkv.export import onnx_stock
+from edge_qkv.export.onnx import export_onnx
+from edge_qkv.export.quantize import dequantize, quantize
 from edge_qkv.model import Decoder
 
 CHUNK, CAPACITY = 10, 24
 LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)
 
-BASE = ModelConfig(
-    vocab_size=131, max_positions=40, layers=2, width=48, heads=4, head_dim=12, kv_heads=4, mlp_width=56
-)
+BASE = ModelConfig(vocab_size=131, max_positions=40, layers=2, width=48, heads=4, head_dim=12, kv_heads=4, mlp_width=56)
 # Between them: the eight sharings, query modes, positions (whole and partial rotation), MLPs, norms, biases, heads.
 CASES: dict[str, ModelConfig] = {
     "QKV": replace(BASE, norm_bias=True, attention_bias=True, mlp_bias=True),
@@ -181,7 +179,7 @@ def test_fp16_cache_saturates(tmp_path):
 
 
 def rounded(checkpoint: Checkpoint, weights: str, block_size: int) -> Checkpoint:
-    """The checkpoint with every matrix as its codes have it, by the recipe that the README documents."""
+    """The checkpoint with every matrix as its codes have it: head and tables have 8 bits in either type."""
     body = {"int4": 4, "int8": 8}[weights]
     tensors = {}
     for name, load in checkpoint.tensors.items():
@@ -227,7 +225,7 @@ def test_int8_activations_cost_little(exported):
 
 
 def test_the_file_describes_itself(exported):
-    checkpoint, path = exported("GQA", weights="fp32", cache="fp16")
+    _, path = exported("GQA", weights="fp32", cache="fp16")
     model = onnx.load(path / "model.onnx", load_external_data=False)
     onnx.checker.check_model(str(path / "model.onnx"))
     assert {p.key: p.value for p in model.metadata_props} == {

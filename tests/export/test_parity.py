@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from edge_qkv.export import parity
 
 from edge_qkv.errors import InputError
+from edge_qkv.export import parity
 
 
 def test_equal_logits_have_no_error():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from edge_qkv.export.quantize import BLOCK_SIZES, blocks_of, dequantize, quantize
 
 from edge_qkv.errors import InputError
+from edge_qkv.export.quantize import BLOCK_SIZES, blocks_of, dequantize, quantize
 
 
 def _weights(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
