@@ -85,7 +85,34 @@ int main() {
 
 
 def test_structs_lie_in_memory_as_the_official_ones(tmp_path):
-    members = ["version", "CreateKernel", "GetName", "GetExecutionProviderType", "GetInputType", "GetInputTypeCount", "GetOutputType", "GetOutputTypeCount", "KernelCompute", "KernelDestroy", "GetInputCharacteristic", "GetOutputCharacteristic", "GetInputMemoryType", "GetVariadicInputMinArity", "GetVariadicInputHomogeneity", "GetVariadicOutputMinArity", "GetVariadicOutputHomogeneity", "CreateKernelV2", "KernelComputeV2", "InferOutputShapeFn", "GetStartVersion", "GetEndVersion", "GetMayInplace", "ReleaseMayInplace", "GetAliasMap", "ReleaseAliasMap"]
+    members = [
+        "version",
+        "CreateKernel",
+        "GetName",
+        "GetExecutionProviderType",
+        "GetInputType",
+        "GetInputTypeCount",
+        "GetOutputType",
+        "GetOutputTypeCount",
+        "KernelCompute",
+        "KernelDestroy",
+        "GetInputCharacteristic",
+        "GetOutputCharacteristic",
+        "GetInputMemoryType",
+        "GetVariadicInputMinArity",
+        "GetVariadicInputHomogeneity",
+        "GetVariadicOutputMinArity",
+        "GetVariadicOutputHomogeneity",
+        "CreateKernelV2",
+        "KernelComputeV2",
+        "InferOutputShapeFn",
+        "GetStartVersion",
+        "GetEndVersion",
+        "GetMayInplace",
+        "ReleaseMayInplace",
+        "GetAliasMap",
+        "ReleaseAliasMap",
+    ]
     checks = "\n".join(f"CHECK(OrtCustomOp, ours::CustomOp, {member})" for member in members)
     last = members[-1]
     run(
