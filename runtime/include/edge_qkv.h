@@ -75,7 +75,7 @@ EQKV_API void eqkv_model_close(eqkv_model* model); /* after its sessions are clo
 
 typedef struct eqkv_model_info {
   size_t struct_size;
-  const char* engine;    /* "onnxruntime"; lives as long as the library */
+  const char* engine;     /* "onnxruntime"; lives as long as the library */
   const char* cache_type; /* "fp32" or "fp16"; lives as long as the library */
   int64_t vocab_size;
   int64_t layers;
@@ -114,9 +114,9 @@ typedef struct eqkv_sampler_options {
   int32_t top_k;
   float top_p;
   float min_p;
-  float repetition_penalty;   /* > 1 makes tokens of the last `repetition_window` less likely */
-  int32_t repetition_window;  /* tokens; 0: the whole session */
-  uint64_t seed;              /* a choice depends on seed, logits and tokens alone, also after a rewind */
+  float repetition_penalty;  /* > 1 makes tokens of the last `repetition_window` less likely */
+  int32_t repetition_window; /* tokens; 0: the whole session */
+  uint64_t seed;             /* a choice depends on seed, logits and tokens alone, also after a rewind */
 } eqkv_sampler_options;
 EQKV_API eqkv_status eqkv_session_set_sampler(eqkv_session* session,
                                               const eqkv_sampler_options* options);

@@ -299,7 +299,13 @@ def test_the_manifest(tmp_path, bytes_tokenizer):
 
     def runner(directory: Path, context: int):
         session = onnx_stock.StockSession(directory, context, threads=1)
-        return lambda tokens: runs.append(tokens) or session.score(tokens), "stock"
+
+        def score(tokens):
+            runs.append(tokens)
+            session.rewind(0)
+            return session.score(tokens)
+
+        return score, "stock"
 
     text = "To be, or not to be: that is the question"
     output = tmp_path / "package"
@@ -315,9 +321,10 @@ def test_the_manifest(tmp_path, bytes_tokenizer):
     assert {p.name for p in output.iterdir()} == {*manifest["files"], "edge_qkv.json"}
     for name, facts in manifest["files"].items():
         assert facts == {"bytes": (output / name).stat().st_size, "sha256": files.sha256(output / name)}
-    assert runs == [bytes_tokenizer.encode(text).ids[:40]]
+    ids = bytes_tokenizer.encode(text).ids
+    assert runs == [ids[:40], ids[40:]]  # windows of max_positions
     parity = manifest["parity"]
-    assert (parity["engine"], parity["input"], parity["tokens"]) == ("stock", "text", 40)
+    assert (parity["engine"], parity["input"], parity["tokens"]) == ("stock", "text", len(ids))
     assert parity["max_logit_error"] < 1e-4 and parity["top1_agreement"] == 1
     assert parity["perplexity_export"] == pytest.approx(parity["perplexity_checkpoint"], rel=1e-5)
 
