@@ -28,7 +28,9 @@ from edge_qkv.model import Decoder
 from edge_qkv.recipe import Recipe, small_config
 
 END_OF_TEXT = "<|endoftext|>"  # separates documents in the data file
+HELD_TEXT = "held-out.txt"
 _STATE = "training-state.pt"
+_HELD_CHARACTERS = 1 << 18
 
 
 def split_held_out(text: str, fraction: float) -> tuple[str, str]:
@@ -112,7 +114,7 @@ def train(data: Path, output: Path, recipe: Recipe, model_options: dict, vocab_s
         os.replace(temporary, output / _STATE)
 
     _run_steps(model, optimizer, tokens, held, recipe, state, save_state)
-    return _write_checkpoint(model, output, recipe, state, held, len(held_text.encode()), weights)
+    return _write_checkpoint(model, output, recipe, state, held, held_text, weights)
 
 
 def _run_steps(model, optimizer, tokens, held, recipe: Recipe, state: dict, save_state) -> None:
@@ -174,7 +176,7 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _write_checkpoint(model, output: Path, recipe: Recipe, state: dict, held, held_bytes: int, weights: str) -> dict:
+def _write_checkpoint(model, output: Path, recipe: Recipe, state: dict, held, held_text: str, weights: str) -> dict:
     dtype = {"fp16": torch.float16, "fp32": torch.float32}[weights]
     tensors = {name: model.state_dict()[name].to(dtype).contiguous() for name in model.weight_names()}
     model.load_state_dict(tensors, strict=False)  # measure what is stored, not what was trained
@@ -183,7 +185,7 @@ def _write_checkpoint(model, output: Path, recipe: Recipe, state: dict, held, he
         "variant": model.config.variant,
         "parameters": model.config.parameters(),
         "held_out_perplexity": math.exp(loss),
-        "held_out_bits_per_byte": loss * len(held) / math.log(2) / held_bytes,
+        "held_out_bits_per_byte": loss * len(held) / math.log(2) / len(held_text.encode()),
         "held_out_tokens": len(held),
         "trained_tokens": recipe.steps * recipe.batch * recipe.context,
         "minutes": state["seconds"] / 60,
@@ -194,6 +196,8 @@ def _write_checkpoint(model, output: Path, recipe: Recipe, state: dict, held, he
     save_file(tensors, temporary)
     temporary.chmod(0o644)  # it is created for its owner alone
     os.replace(temporary, output / "model.safetensors")
+    # For the exporters' parity reports; its beginning is enough for that.
+    files.write_atomically(output / HELD_TEXT, held_text[:_HELD_CHARACTERS].encode())
     files.write_json(output / "config.json", model.config.to_dict())
     files.write_json(output / "training.json", report)
     (output / _STATE).unlink(missing_ok=True)

@@ -40,6 +40,7 @@ def test_training_learns_and_writes_a_checkpoint(data, tmp_path, capsys):
     assert report["held_out_perplexity"] < 100  # 300 when it has learnt nothing
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "config.json",
+        "held-out.txt",
         "model.safetensors",
         "tokenizer.json",
         "training.json",
