@@ -6,10 +6,14 @@ A few minutes and about 1.5 GB of disk; each step runs in a process of its own, 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+
+from edge_qkv import ContextFull, Session
 
 CONTEXT = 32768
 CACHE_BYTES = 92_274_688  # 22 layers * 64 values * 2 bytes * 32,768 tokens: 88.0 MiB
@@ -23,62 +27,29 @@ peak = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.s
 print(json.dumps({"peak": int(peak.split()[1]) * 1024}))
 """
 
-DECODE = """
-import json, sys, time
-import numpy as np
-from edge_qkv import ContextFull, Session
 
-def decode(session, token, repeats):
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        session.evaluate([token])
-        logits = session.logits()
-        seconds.append(time.perf_counter() - began)
-        assert np.isfinite(logits).all() and logits.std() > 0.01
-        session.rewind(len(session.tokens) - 1)
-    return sorted(seconds)[repeats // 2]
-
-with Session(sys.argv[1], context=int(sys.argv[2]), threads=2) as session:
-    loaded = session.memory()
-    shallow = decode(session, 11, 3)
-    session.fill(int(sys.argv[2]) - 1)
-    deep = decode(session, 11, 3)
-    session.evaluate([11])
-    full = session.memory()
-    try:
-        session.evaluate([11])
-        raise SystemExit("one token too many was taken")
-    except ContextFull:
-        pass
-print(json.dumps({"loaded": loaded, "full": full, "shallow": shallow, "deep": deep}))
-"""
-
-
-def _python(script: str, *arguments: object) -> dict:
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
+def _json(*command: object) -> dict:
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large") / "1.2B-Q-MQA"
-    peak = _python(EXPORT, folder)["peak"]
+    peak = _json("-c", EXPORT, folder)["peak"]
     print(f"\nexport: peak memory {peak:,} bytes")
     # The fp32 weights are 4.4 GB; one at a time, with the exporter's libraries, is a fraction of that.
     assert peak < 2.5e9
     yield folder
-    for file in folder.iterdir():
-        file.unlink()
+    shutil.rmtree(folder)
 
 
 def test_decodes_at_depth_0_and_32767(package, capsys):
-    figures = _python(DECODE, package, CONTEXT)
-    loaded, full = figures["loaded"], figures["full"]
+    figures = _json("-m", "edge_qkv.bench.depth", package, "--depths", 0, CONTEXT - 1, "--repeats", 3, "--json")
+    loaded, (shallow, full) = figures["loaded"], figures["depths"]
     with capsys.disabled():
-        times = f"decode {figures['shallow'] * 1e3:.0f} ms at depth 0, {figures['deep'] * 1e3:.0f} ms at 32,767"
+        times = f"decode {shallow['median_ms']:.0f} ms at depth 0, {full['median_ms']:.0f} ms at 32,767"
         loaded_text = f"loaded {loaded['resident']:,} (anonymous {loaded['anonymous']:,})"
         full_text = f"full {full['resident']:,} (anonymous {full['anonymous']:,}), peak {full['peak_resident']:,}"
         print(f"\n1.2B Q-MQA int4: {times}; cache {full['cache_used']:,} bytes; memory {loaded_text}, {full_text}")
@@ -86,3 +57,13 @@ def test_decodes_at_depth_0_and_32767(package, capsys):
     assert loaded["cache_committed"] < CACHE_BYTES / 100
     # Filling the cache adds the cache and nothing else that grows with context.
     assert full["anonymous"] - loaded["anonymous"] < CACHE_BYTES + 64e6
+
+
+def test_the_logits_at_full_depth_are_sound(package):
+    with Session(package, context=CONTEXT) as session:
+        session.fill(CONTEXT - 1)
+        session.evaluate([11])
+        logits = session.logits()
+        assert np.isfinite(logits).all() and logits.std() > 0.01
+        with pytest.raises(ContextFull):
+            session.evaluate([11])
