@@ -107,6 +107,11 @@ def _run(arguments: argparse.Namespace) -> None:
             files.write_json(arguments.stats, figures)
         if not arguments.quiet and not arguments.json:
             print(_figures_line(figures), file=sys.stderr)
+            trained = session.model.config.trained_context
+            if trained and len(session.tokens) > trained:
+                print(
+                    f"[the model was trained on {trained} tokens at once and loses its thread after]", file=sys.stderr
+                )
 
 
 def _prompt(arguments: argparse.Namespace) -> str | list[int]:

@@ -41,13 +41,16 @@ def directory_written_whole(path: Path, replaceable: str) -> Iterator[Path]:
     An existing `path` is replaced only when it is empty or holds a file named `replaceable` (an earlier
     output of the same kind), so that a mistyped option cannot delete someone's folder.
     """
+    named, path = path, path.resolve()
+    if path == Path.cwd():
+        raise InputError(f"--output {named}: is the current directory; name a new one, which is written as a whole")
     if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or (path / replaceable).exists())):
-        raise InputError(f"--output {path}: exists and is not an earlier output; choose another place")
+        raise InputError(f"--output {named}: exists and is not an earlier output; choose another place")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:
-        raise InputError(f"--output {path}: cannot be written ({error.strerror})") from None
+        raise InputError(f"--output {named}: cannot be written ({error.strerror})") from None
     try:
         yield temporary
         temporary.chmod(0o755)

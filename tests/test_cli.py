@@ -192,7 +192,7 @@ def test_bad_prompts(tiny_package, bare_package, tmp_path, refused):
     assert "UTF-8" in refused("run", tiny_package, "--prompt-file", tmp_path / "latin.txt")
 
 
-def test_bad_options(tiny_package, tiny_checkpoint, tmp_path, refused):
+def test_bad_options(tiny_package, tiny_checkpoint, tmp_path, refused, monkeypatch):
     run = ("run", tiny_package, "--prompt", "abc")
     assert "context = 97" in refused(*run, "--context", 97)
     assert "top_p = 2.0" in refused(*run, "--top-p", 2)
@@ -202,6 +202,11 @@ def test_bad_options(tiny_package, tiny_checkpoint, tmp_path, refused):
     (tmp_path / "taken/photo.jpg").write_text("mine")
     assert "not an earlier output" in refused("export", tiny_checkpoint, "--output", tmp_path / "taken")
     assert (tmp_path / "taken/photo.jpg").read_text() == "mine"
+    monkeypatch.chdir(tmp_path)
+    assert "current directory" in refused("export", tiny_checkpoint, "--output", ".")
+    (tmp_path / "file").write_text("")
+    assert "not an earlier output" in refused("export", tiny_checkpoint, "--output", tmp_path / "file")
+    assert "cannot be written" in refused("export", tiny_checkpoint, "--output", tmp_path / "file/out")
     assert "--block-size" in refused(
         "export", tiny_checkpoint, "--output", tmp_path / "out", "--weights", "fp32", "--block-size", 32
     )
