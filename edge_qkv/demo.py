@@ -29,17 +29,18 @@ def demo(output: Path, prompt: str, max_tokens: int, threads: int) -> None:
         print(f"== export the bundled checkpoint to {weights} ONNX", flush=True)
         manifest = TARGETS["onnx"](str(CHECKPOINT), package, weights=weights)
         print(f"== {max_tokens} tokens from {package}\n", flush=True)
-        columns[weights] = _column(_run(package, prompt, max_tokens, threads), manifest["parity"])
+        columns[weights] = _column(_run(package, prompt, max_tokens, threads), manifest)
         print()
     names = next(iter(columns.values()))
     print(table([(name, *(column[name] for column in columns.values())) for name in names], ("", *columns)))
 
 
-def _column(figures: dict, parity: dict) -> dict[str, str]:
-    memory = figures["memory"]
+def _column(figures: dict, manifest: dict) -> dict[str, str]:
+    memory, parity = figures["memory"], manifest["parity"]
+    cached = memory["cache_used"] // manifest["cache_bytes_per_token"]
     return {
         "model files": size(figures["weight_bytes"]),
-        f"cache used by {figures['tokens']} tokens": f"{memory['cache_used']:,} B",
+        f"cache used by {cached} tokens": f"{memory['cache_used']:,} B",
         f"cache reserved for {figures['context']:,} tokens": f"{memory['cache_reserved']:,} B",
         "peak memory, Python included": size(memory["peak_resident"]),
         "of it anonymous": size(memory["anonymous"]),
