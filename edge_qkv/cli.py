@@ -122,14 +122,12 @@ def _prompt(arguments: argparse.Namespace) -> str | list[int]:
             raise InputError(f"--tokens {arguments.tokens!r}: give whole numbers separated by commas") from None
     if arguments.prompt is not None:
         return arguments.prompt
+    if arguments.prompt_file not in (None, Path("-")):
+        return files.read_text(arguments.prompt_file, "--prompt-file")
+    if arguments.prompt_file is None and sys.stdin.isatty():
+        raise InputError("no prompt; give --prompt TEXT, --prompt-file FILE or --tokens IDS, or pipe text in")
     try:
-        source = arguments.prompt_file
-        if source is None and sys.stdin.isatty():
-            raise InputError("no prompt; give --prompt TEXT, --prompt-file FILE or --tokens IDS, or pipe text in")
-        data = sys.stdin.buffer.read() if source in (None, Path("-")) else source.read_bytes()
-        return data.decode("utf-8")
-    except OSError as error:
-        raise InputError(f"--prompt-file {source}: cannot be read ({error.strerror})") from None
+        return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"the prompt must be UTF-8 text (byte {error.start} is not)") from None
 

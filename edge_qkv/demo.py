@@ -37,6 +37,7 @@ def demo(output: Path, prompt: str, max_tokens: int, threads: int) -> None:
 
 def _column(figures: dict, manifest: dict) -> dict[str, str]:
     memory, parity = figures["memory"], manifest["parity"]
+    prompt = figures["timing"]["prefill_tokens"]
     cached = memory["cache_used"] // manifest["cache_bytes_per_token"]
     return {
         "model files": size(figures["weight_bytes"]),
@@ -44,7 +45,7 @@ def _column(figures: dict, manifest: dict) -> dict[str, str]:
         f"cache reserved for {figures['context']:,} tokens": f"{memory['cache_reserved']:,} B",
         "peak memory, Python included": size(memory["peak_resident"]),
         "of it anonymous": size(memory["anonymous"]),
-        "prefill": f"{figures['prefill_tokens_per_second']:,.0f} tokens/s",
+        f"prefill of {prompt} tokens": f"{figures['prefill_tokens_per_second']:,.0f} tokens/s",
         "decode": f"{figures['decode_tokens_per_second']:,.0f} tokens/s",
         "perplexity on held-out text": f"{parity['perplexity_export']:.2f}",
         "perplexity of the checkpoint": f"{parity['perplexity_checkpoint']:.2f}",

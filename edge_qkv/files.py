@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one."""
+"""Reading text, and writing files so that a reader never sees half of one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from edge_qkv.errors import InputError
+
+
+def read_text(path: Path, option: str) -> str:
+    """The UTF-8 text of the file that was given for `option`, or an `InputError` that names both."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{option} {path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{option} {path}: must be UTF-8 text (byte {error.start} is not)") from None
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -56,30 +57,19 @@ class Sampling:
                 raise InputError(f"{name} = {getattr(self, name)}: {rule}")
 
 
-class Model:
-    """A loaded package. `threads` 0 uses one a core; `verify` checks every file's SHA-256 first."""
+class _NativeObject:
+    """Owns a handle of the native library: closed once, at the end of `with` or of the object's life."""
 
-    def __init__(self, package: str | Path, threads: int = 0, verify: bool = True) -> None:
-        if not 0 <= threads <= 1024:
-            raise InputError(f"threads = {threads}: must be between 0 (one for each core) and 1024")
-        self._handle = ctypes.c_void_p()
-        self.package = Package.open(package, verify)
-        options = _native.ModelOptions(engine_library=str(_native.onnxruntime_path()).encode(), threads=threads)
-        path = str(self.package.path).encode()
-        _native.call("eqkv_model_open", path, ctypes.byref(options), ctypes.byref(self._handle))
-        self.config = self.package.config
-        self.info = _native.ModelInfo()
-        _native.call("eqkv_model_get_info", self._handle, ctypes.byref(self.info))
-        if self.info.vocab_size != self.config.vocab_size or self.info.layers != self.config.layers:
-            raise InputError(f"{self.package.path}: edge_qkv.json and the model file disagree; export it again")
+    _close_function: str
+    _handle: ctypes.c_void_p
 
     def close(self) -> None:
-        """Frees the model; its sessions must be closed."""
+        """Frees the memory; the object must not be used after."""
         handle, self._handle = self._handle, ctypes.c_void_p()
         if handle:
-            _native.library().eqkv_model_close(handle)
+            getattr(_native.library(), self._close_function)(handle)
 
-    def __enter__(self) -> Model:
+    def __enter__(self):
         return self
 
     def __exit__(self, *_) -> None:
@@ -90,12 +80,38 @@ class Model:
             self.close()
 
 
-class Session:
+class Model(_NativeObject):
+    """A loaded package. `threads` 0 uses one a core; `verify` checks every file's SHA-256 first."""
+
+    _close_function = "eqkv_model_close"
+
+    def __init__(self, package: str | Path, threads: int = 0, verify: bool = True) -> None:
+        if not 0 <= threads <= 1024:
+            raise InputError(f"threads = {threads}: must be between 0 (one for each core) and 1024")
+        self._handle = ctypes.c_void_p()
+        self.package = Package.open(package, verify)
+        options = _native.ModelOptions(engine_library=os.fsencode(_native.onnxruntime_path()), threads=threads)
+        path = os.fsencode(self.package.path)
+        _native.call("eqkv_model_open", path, ctypes.byref(options), ctypes.byref(self._handle))
+        self.config = self.package.config
+        self.info = _native.ModelInfo()
+        _native.call("eqkv_model_get_info", self._handle, ctypes.byref(self.info))
+        for field in ("vocab_size", "layers", "kv_heads", "head_dim", "max_positions"):
+            if getattr(self.info, field) != getattr(self.config, field):
+                raise InputError(
+                    f"{self.package.path}: edge_qkv.json and the model file disagree on {field} "
+                    f"({getattr(self.config, field)} and {getattr(self.info, field)}); export the package again"
+                )
+
+
+class Session(_NativeObject):
     """One conversation.
 
     package: a package directory or a loaded `Model`; context: capacity in tokens (memory is committed as
     rows are written); prefill_chunk: tokens evaluated at once. Raises `InputError`.
     """
+
+    _close_function = "eqkv_session_close"
 
     def __init__(
         self,
@@ -235,21 +251,6 @@ class Session:
         names = ("resident", "anonymous", "file_backed", "peak_resident")
         caches = ("cache_used", "cache_committed", "cache_reserved")
         return {n: getattr(process, n) for n in names} | {n: getattr(session, n) for n in caches}
-
-    def close(self) -> None:
-        handle, self._handle = self._handle, ctypes.c_void_p()
-        if handle:
-            _native.library().eqkv_session_close(handle)
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
 
     # ---- inside ----
 

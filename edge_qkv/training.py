@@ -78,7 +78,7 @@ def train(data: Path, output: Path, recipe: Recipe, model_options: dict, vocab_s
     model_options: variant, query, positions and sizes for `small_config`; weights: 'fp16' or 'fp32'.
     A directory that holds the state of an interrupted run with the same options is continued.
     """
-    text = _read_text(data)
+    text = files.read_text(data, "--data")
     train_text, held_text = split_held_out(text, recipe.held_out)
     output.mkdir(parents=True, exist_ok=True)
     tokenizer_file = output / "tokenizer.json"
@@ -217,15 +217,6 @@ def _learning_rate(step: int, recipe: Recipe) -> float:
         return recipe.learning_rate * (step + 1) / recipe.warmup
     progress = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
     return recipe.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--data {path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"--data {path}: must be UTF-8 text (byte {error.start} is not)") from None
 
 
 def _cpu_flags() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from edge_qkv import files
 from edge_qkv.checkpoints import Checkpoint, read_checkpoint
 from edge_qkv.errors import InputError
 from edge_qkv.export.progress import Progress, silent
@@ -52,9 +53,4 @@ def _held_text(path: Path | None, checkpoint: Checkpoint) -> str | None:
         if folder is None or not (folder / HELD_TEXT).is_file():
             return None
         path = folder / HELD_TEXT
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--parity-text {path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"--parity-text {path}: must be UTF-8 text (byte {error.start} is not)") from None
+    return files.read_text(path, "--parity-text")
