@@ -34,6 +34,7 @@ $(VENV)/bin/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 $(VENV)/torch: $(VENV)/bin/python
+	@echo "installing PyTorch and the exporter's libraries into $(VENV); the first time takes minutes"
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	@touch $@
 

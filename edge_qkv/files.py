@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,24 @@ def read_text(path: Path, option: str) -> str:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes `data` beside `path`, then renames it into place."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    """Writes `data` to a temporary file beside `path`, then renames it into place."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
+    write_atomically(path, to_json(value))
+
+
+def to_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
 
 
 def sha256(path: Path) -> str:
@@ -45,31 +55,47 @@ def sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def directory_written_whole(path: Path, replaceable: str) -> Iterator[Path]:
+def directory_written_whole(path: Path, replaceable: Callable[[Path], bool]) -> Iterator[Path]:
     """A temporary directory that becomes `path` when the block ends without an error.
 
-    An existing `path` is replaced only when it is empty or holds a file named `replaceable` (an earlier
-    output of the same kind), so that a mistyped option cannot delete someone's folder.
+    An existing `path` is replaced only when it is an empty directory or `replaceable` says that it is an earlier
+    output and nothing else, so that a mistyped option cannot delete someone's files.
     """
     named, path = path, path.resolve()
-    if path == Path.cwd():
-        raise InputError(f"--output {named}: is the current directory; name a new one, which is written as a whole")
-    if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or (path / replaceable).exists())):
-        raise InputError(f"--output {named}: exists and is not an earlier output; choose another place")
     try:
+        if path == Path.cwd():
+            raise InputError(f"--output {named}: is the current directory; name a new one, which is written as a whole")
+        if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or replaceable(path))):
+            raise InputError(
+                f"--output {named}: exists and is not an earlier output, or holds other files; choose another place"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name[:100]}.", dir=path.parent))
     except OSError as error:
         raise InputError(f"--output {named}: cannot be written ({error.strerror})") from None
     try:
         yield temporary
         temporary.chmod(0o755)
-        if path.exists():
-            retired = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-            os.replace(path, retired / "old")
-            os.replace(temporary, path)
-            shutil.rmtree(retired)
-        else:
-            os.replace(temporary, path)
+        _replace_directory(temporary, path)
+    except OSError as error:
+        raise InputError(
+            f"--output {named}: cannot be written ({error.strerror}); nothing there was changed"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace_directory(new: Path, path: Path) -> None:
+    if not path.exists():
+        os.replace(new, path)
+        return
+    retired = Path(tempfile.mkdtemp(prefix=f".{path.name[:100]}.", dir=path.parent))
+    try:
+        os.replace(path, retired / "old")
+        try:
+            os.replace(new, path)
+        except BaseException:
+            os.replace(retired / "old", path)
+            raise
+    finally:
+        shutil.rmtree(retired, ignore_errors=True)

@@ -10,6 +10,15 @@ from edge_qkv.config import CACHE_BYTES, ModelConfig
 from edge_qkv.package import MANIFEST, Package
 from edge_qkv.tables import size, table
 
+_PARITY_NUMBERS = (
+    "max_logit_error",
+    "mean_logit_error",
+    "top1_agreement",
+    "perplexity_export",
+    "perplexity_checkpoint",
+    "perplexity_change",
+    "tokens",
+)
 CONTEXTS = (1024, 4096, 8192, 16384, 32768)
 
 
@@ -62,8 +71,8 @@ def describe(path: str, facts: dict[str, Any]) -> str:
             ("weights", f"{facts['weights']}, {size(facts['weight_bytes'])}"),
             ("cache type", facts["cache"]),
         ]
-        if parity := facts["parity"]:
-            rows.append(("parity", parity_line(parity)))
+        if facts["parity"]:
+            rows.append(("parity", parity_line(facts["parity"])))
     rows.append(
         ("tokenizer", "yes" if facts["tokenizer"] else "none: token ids only; export with --tokenizer to add one")
     )
@@ -83,9 +92,11 @@ def describe(path: str, facts: dict[str, Any]) -> str:
 
 def parity_line(parity: dict[str, Any]) -> str:
     """One line of a parity report: how far the export is from the checkpoint."""
+    if any(not isinstance(parity.get(name), (int, float)) for name in _PARITY_NUMBERS):
+        return "incomplete; export again to measure it"
     return (
         f"logit error max {parity['max_logit_error']:.2g}, mean {parity['mean_logit_error']:.2g}; "
         f"top-1 agreement {parity['top1_agreement']:.1%}; perplexity {parity['perplexity_export']:.3f} "
         f"against {parity['perplexity_checkpoint']:.3f} ({parity['perplexity_change']:+.2%}) "
-        f"over {parity['tokens']:,} tokens ({parity['input']})"
+        f"over {parity['tokens']:,} tokens ({parity.get('input')})"
     )

@@ -17,6 +17,7 @@ from edge_qkv.errors import InputError
 
 MANIFEST = "edge_qkv.json"
 FORMAT = 1
+MODEL_FILES = {"onnx": "model.onnx"}  # target -> the file an engine opens
 # Names that tokenizers give to the token that ends a text.
 _END_TOKENS = (
     "<|endoftext|>",
@@ -51,7 +52,7 @@ class Package:
             raise InputError(f"{path}: {kind}; make a package with `edge-qkv export`")
         try:
             manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{manifest_file}: cannot be read as JSON ({error}); export the package again") from None
         if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
             raise InputError(f"{manifest_file}: is not a package manifest; export the package again")
@@ -62,8 +63,11 @@ class Package:
             )
         config = ModelConfig.from_dict(manifest.get("config"), str(manifest_file))
         listed = manifest.get("files")
-        if not isinstance(listed, dict) or not listed:
-            raise InputError(f"{manifest_file}: lists no files; export the package again")
+        if not isinstance(listed, dict) or MODEL_FILES.get(manifest.get("target")) not in listed:
+            raise InputError(f"{manifest_file}: lists no model file; export the package again")
+        stops, parity = manifest.get("stop_tokens"), manifest.get("parity")
+        if not isinstance(stops, list) or not isinstance(parity, (dict, type(None))):
+            raise InputError(f"{manifest_file}: has stop_tokens or parity of the wrong type; export the package again")
         for name, facts in listed.items():
             _check_file(path, name, facts, verify)
         return cls(path, manifest, config)
@@ -75,7 +79,7 @@ class Package:
     @property
     def stop_tokens(self) -> frozenset[int]:
         """Token ids that end a text."""
-        return frozenset(t for t in self.manifest.get("stop_tokens", []) if isinstance(t, int))
+        return frozenset(t for t in self.manifest["stop_tokens"] if isinstance(t, int))
 
     @property
     def weight_bytes(self) -> int:
@@ -102,6 +106,8 @@ def load_tokenizer(path: Path, vocab_size: int):
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     except Exception as error:  # the library raises plain Exception for anything it cannot parse
         raise InputError(f"{path}: is not a tokenizer.json ({_one_line(error)})") from None
+    tokenizer.no_truncation()  # files made for training carry both; a prompt is neither cut nor filled up
+    tokenizer.no_padding()
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest < 0:
         raise InputError(f"{path}: has an empty vocabulary; give the tokenizer.json the model was trained with")
@@ -111,6 +117,30 @@ def load_tokenizer(path: Path, vocab_size: int):
             "give the tokenizer.json the model was trained with"
         )
     return tokenizer
+
+
+def encode(tokenizer, text: str, stops: frozenset[int], start: bool) -> list[int]:
+    """The ids of `text`; `start` puts the tokens before it that open a text (never one that ends it).
+
+    Raises `InputError` for text that the tokenizer cannot express.
+    """
+    try:
+        text.encode()  # bytes of a command line that are no UTF-8 arrive as lone surrogates
+        opening = [i for i in tokenizer.encode("").ids if i not in stops] if start else []
+        return opening + tokenizer.encode(text, add_special_tokens=False).ids
+    except UnicodeEncodeError:
+        raise InputError("the text must be UTF-8; this has bytes that are not") from None
+    except Exception as error:  # the library raises plain Exception
+        raise InputError(f"the tokenizer cannot encode this text ({_one_line(error)})") from None
+
+
+def is_package_only(path: Path) -> bool:
+    """Whether a directory holds a package and no file that is not part of it."""
+    try:
+        listed = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return {entry.name for entry in path.iterdir()} <= {MANIFEST, *listed}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def stop_tokens(tokenizer) -> list[int]:

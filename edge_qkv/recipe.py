@@ -8,6 +8,8 @@ from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
 from edge_qkv.presets import apply_variant
 
+HELD_TEXT = "held-out.txt"  # beside a checkpoint: text it was not trained on
+
 
 def _number(default: int | float, meaning: str):
     return field(default=default, metadata={"help": meaning})
@@ -37,6 +39,7 @@ class Recipe:
             ("warmup", self.warmup >= 0, "must be 0 or more"),
             ("weight_decay", 0 <= self.weight_decay < 10, "must be between 0 and 10"),
             ("dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1"),
+            ("seed", 0 <= self.seed < 2**31, "must be from 0 to 2147483647"),
             ("held_out", 0 < self.held_out < 1, "must be between 0 and 1"),
             ("evaluate_every", self.evaluate_every >= 1, "must be at least 1"),
         ):

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -19,7 +20,7 @@ import numpy as np
 
 from edge_qkv import _native
 from edge_qkv.errors import ContextFull, InputError
-from edge_qkv.package import Package
+from edge_qkv.package import Package, encode
 from edge_qkv.text import stream_text, until_stop
 
 DEFAULT_CONTEXT = 4096
@@ -61,13 +62,23 @@ class _NativeObject:
     """Owns a handle of the native library: closed once, at the end of `with` or of the object's life."""
 
     _close_function: str
-    _handle: ctypes.c_void_p
+
+    def __init__(self) -> None:
+        self._handle = ctypes.c_void_p()
+        self._in_use = threading.Lock()  # held during a call, so that closing waits for it
+
+    def _call(self, name: str, *arguments) -> None:
+        with self._in_use:
+            if not self._handle:
+                raise InputError(f"the {type(self).__name__.lower()} is closed; open a new one")
+            _native.call(name, self._handle, *arguments)
 
     def close(self) -> None:
-        """Frees the memory; the object must not be used after."""
-        handle, self._handle = self._handle, ctypes.c_void_p()
-        if handle:
-            getattr(_native.library(), self._close_function)(handle)
+        """Frees the memory, after a call that another thread is in; the object must not be used after."""
+        with self._in_use:
+            handle, self._handle = self._handle, ctypes.c_void_p()
+            if handle:
+                getattr(_native.library(), self._close_function)(handle)
 
     def __enter__(self):
         return self
@@ -86,16 +97,23 @@ class Model(_NativeObject):
     _close_function = "eqkv_model_close"
 
     def __init__(self, package: str | Path, threads: int = 0, verify: bool = True) -> None:
-        if not 0 <= threads <= 1024:
-            raise InputError(f"threads = {threads}: must be between 0 (one for each core) and 1024")
-        self._handle = ctypes.c_void_p()
+        super().__init__()
+        if not 0 <= threads <= 256:
+            raise InputError(f"threads = {threads}: must be between 0 (one for each core) and 256")
         self.package = Package.open(package, verify)
         options = _native.ModelOptions(engine_library=os.fsencode(_native.onnxruntime_path()), threads=threads)
         path = os.fsencode(self.package.path)
         _native.call("eqkv_model_open", path, ctypes.byref(options), ctypes.byref(self._handle))
         self.config = self.package.config
         self.info = _native.ModelInfo()
-        _native.call("eqkv_model_get_info", self._handle, ctypes.byref(self.info))
+        self._call("eqkv_model_get_info", ctypes.byref(self.info))
+        cache = self.info.cache_type.decode()
+        if cache != self.package.manifest.get("cache") or self.info.cache_bytes_per_token != (
+            self.config.cache_bytes_per_token(cache)
+        ):
+            raise InputError(
+                f"{self.package.path}: edge_qkv.json and the model file disagree on the cache; export again"
+            )
         for field in ("vocab_size", "layers", "kv_heads", "head_dim", "max_positions"):
             if getattr(self.info, field) != getattr(self.config, field):
                 raise InputError(
@@ -121,7 +139,7 @@ class Session(_NativeObject):
         threads: int = 0,
         verify: bool = True,
     ) -> None:
-        self._handle = ctypes.c_void_p()
+        super().__init__()
         self.model = package if isinstance(package, Model) else Model(package, threads, verify)
         limit = self.model.config.max_positions
         context = min(DEFAULT_CONTEXT, limit) if context is None else context
@@ -159,7 +177,7 @@ class Session(_NativeObject):
         """The logits after the last token, [vocab_size]."""
         self._evaluate_rest()
         pointer = ctypes.POINTER(ctypes.c_float)()
-        _native.call("eqkv_session_logits", self._handle, ctypes.byref(pointer))
+        self._call("eqkv_session_logits", ctypes.byref(pointer))
         return np.ctypeslib.as_array(pointer, (self.model.config.vocab_size,)).copy()
 
     def set_sampling(self, sampling: Sampling) -> None:
@@ -167,13 +185,13 @@ class Session(_NativeObject):
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         values = {f.name: getattr(sampling, f.name) for f in fields(sampling)} | {"seed": seed}
         options = _native.SamplerOptions(**values)
-        _native.call("eqkv_session_set_sampler", self._handle, ctypes.byref(options))
+        self._call("eqkv_session_set_sampler", ctypes.byref(options))
 
     def sample(self) -> int:
         """Chooses the next token; it is not appended."""
         self._evaluate_rest()
         token = ctypes.c_int32()
-        _native.call("eqkv_session_sample", self._handle, ctypes.byref(token))
+        self._call("eqkv_session_sample", ctypes.byref(token))
         return token.value
 
     def rewind(self, length: int) -> None:
@@ -181,17 +199,22 @@ class Session(_NativeObject):
         if not 0 <= length <= len(self.tokens):
             raise InputError(f"rewind to {length}: the session has {len(self.tokens)} tokens")
         if length < self._rows():
-            _native.call("eqkv_session_rewind", self._handle, length)
+            self._call("eqkv_session_rewind", length)
         del self.tokens[length:]
 
     def fill(self, length: int, seed: int = 0) -> None:
         """Fills the cache to `length` rows of noise, to measure a deep context without its prefill."""
-        _native.call("eqkv_session_fill", self._handle, length, seed)
-        self.tokens = [0] * length
+        self._evaluate_rest()
+        self._call("eqkv_session_fill", length, seed)
+        self.tokens += [0] * (length - len(self.tokens))
 
     def cancel(self) -> None:
-        """Stops the evaluation that is running, or else the next one. Any thread may call it."""
-        _native.library().eqkv_session_cancel(self._handle)
+        """Stops the evaluation that is running, or else the next one.
+
+        Any thread may call it, but not at the same time as `close`.
+        """
+        if self._handle:
+            _native.library().eqkv_session_cancel(self._handle)
 
     # ---- text ----
 
@@ -215,7 +238,7 @@ class Session(_NativeObject):
         for _ in range(max_tokens):
             began = time.perf_counter()
             # One token ahead of the cache: what was yielded is evaluated only when more is asked for.
-            self._evaluate_rest()
+            self._evaluate_rest(keep=True)
             token = self.sample()
             self.timing.decode_seconds += time.perf_counter() - began
             self.timing.decode_tokens += 1
@@ -229,7 +252,7 @@ class Session(_NativeObject):
         prompt: str,
         max_tokens: int = 256,
         sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[str]:
         """Appends the prompt and yields the text that follows in pieces of whole characters.
@@ -238,7 +261,8 @@ class Session(_NativeObject):
         `ContextFull` when the context is full before that.
         """
         tokenizer = self.model.package.tokenizer()
-        ids = tokenizer.encode(prompt).ids
+        ids = encode(tokenizer, prompt, self.model.package.stop_tokens, start=not self.tokens)
+        stop = [stop] if isinstance(stop, str) else stop
         return until_stop(stream_text(tokenizer, ids, self.generate_tokens(ids, max_tokens, sampling, progress)), stop)
 
     # ---- state ----
@@ -256,11 +280,14 @@ class Session(_NativeObject):
 
     def _info(self) -> _native.SessionInfo:
         info = _native.SessionInfo()
-        _native.call("eqkv_session_get_info", self._handle, ctypes.byref(info))
+        self._call("eqkv_session_get_info", ctypes.byref(info))
         return info
 
     def _rows(self) -> int:
-        return self._info().length
+        """Tokens in the cache."""
+        length = ctypes.c_int64()
+        self._call("eqkv_session_length", ctypes.byref(length))
+        return length.value
 
     def _append(self, tokens: Sequence[int]) -> None:
         vocabulary, total = self.model.config.vocab_size, len(self.tokens) + len(tokens)
@@ -275,11 +302,15 @@ class Session(_NativeObject):
         self.tokens.extend(int(t) for t in tokens)
 
     def _evaluate_rest(
-        self, progress: Callable[[int, int], None] | None = None, logits: np.ndarray | None = None
+        self,
+        progress: Callable[[int, int], None] | None = None,
+        logits: np.ndarray | None = None,
+        keep: bool = False,
     ) -> None:
         """Evaluates the tokens that are not in the cache yet, a chunk at a time so that Ctrl-C is heard.
 
-        logits [tokens, vocab_size] receives those of each of them when given.
+        logits [tokens, vocab_size] receives those of each of them when given. When it is stopped, the tokens
+        that are left are forgotten, unless `keep` says that the caller was already given them.
         """
         start = self._rows()
         total, done = len(self.tokens) - start, 0
@@ -289,7 +320,8 @@ class Session(_NativeObject):
                 if progress:
                     progress(done, total)
         except BaseException:
-            del self.tokens[self._rows() :]
+            if not keep:
+                del self.tokens[self._rows() :]
             raise
 
     def _evaluate_chunk(self, logits: np.ndarray | None) -> int:
@@ -297,7 +329,7 @@ class Session(_NativeObject):
         chunk = np.asarray(self.tokens[start : start + self.prefill_chunk], np.int32)
         tokens = chunk.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
         out = logits.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) if logits is not None else None
-        _native.call("eqkv_session_evaluate", self._handle, tokens, len(chunk), out)
+        self._call("eqkv_session_evaluate", tokens, len(chunk), out)
         return len(chunk)
 
 

@@ -1,14 +1,15 @@
 """The training recipe: a text file in, a checkpoint directory (config, weights, tokenizer) out.
 
 Small models on one CPU: byte-level BPE, AdamW, warm-up and cosine, bfloat16 autocast where the processor
-has it. A run can be stopped at any time and goes on from its last step.
+has it. A run stopped by Ctrl-C goes on from its last step, one that was killed from its last evaluation.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import math
-import os
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
@@ -25,10 +26,9 @@ from tqdm import tqdm
 from edge_qkv import files
 from edge_qkv.errors import InputError
 from edge_qkv.model import Decoder
-from edge_qkv.recipe import Recipe, small_config
+from edge_qkv.recipe import HELD_TEXT, Recipe, small_config
 
 END_OF_TEXT = "<|endoftext|>"  # separates documents in the data file
-HELD_TEXT = "held-out.txt"
 _STATE = "training-state.pt"
 _HELD_CHARACTERS = 1 << 18
 
@@ -78,43 +78,76 @@ def train(data: Path, output: Path, recipe: Recipe, model_options: dict, vocab_s
     model_options: variant, query, positions and sizes for `small_config`; weights: 'fp16' or 'fp32'.
     A directory that holds the state of an interrupted run with the same options is continued.
     """
+    if not 257 <= vocab_size <= 1 << 20:
+        raise InputError(f"--vocab-size {vocab_size}: must be from 257 (the bytes and an end of text) to {1 << 20}")
+    small_config(vocab_size, recipe.context, **model_options)  # refused before anything is read
     text = files.read_text(data, "--data")
     train_text, held_text = split_held_out(text, recipe.held_out)
-    output.mkdir(parents=True, exist_ok=True)
-    tokenizer_file = output / "tokenizer.json"
-    if (output / _STATE).exists() and tokenizer_file.exists():
-        tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    else:
-        tokenizer = train_tokenizer(train_text, vocab_size)
-        files.write_atomically(tokenizer_file, tokenizer.to_str().encode())
+    identity = json.dumps([asdict(recipe), model_options, vocab_size, weights, _digest(text)], sort_keys=True)
+    saved = _saved_state(output, identity)
+    tokenizer = Tokenizer.from_str(saved["tokenizer"]) if saved else train_tokenizer(train_text, vocab_size)
     config = small_config(tokenizer.get_vocab_size(), recipe.context, **model_options)
     tokens, held = (torch.tensor(tokenizer.encode(part).ids) for part in (train_text, held_text))
     if len(tokens) <= recipe.context + 1 or len(held) < 2:
-        raise InputError(f"{data}: too short to train on ({len(tokens)} tokens; --context is {recipe.context})")
+        raise InputError(
+            f"--data {data}: too short: {len(tokens)} tokens to train on (--context is {recipe.context}), "
+            f"{len(held)} held out (--held-out is {recipe.held_out})"
+        )
 
     torch.manual_seed(recipe.seed)
     model = Decoder(config, dropout=recipe.dropout)
     model.init_weights(torch.Generator().manual_seed(recipe.seed))
     optimizer = _optimizer(model, recipe)
     state = {"step": 0, "history": [], "seconds": 0.0}
-    identity = json.dumps([asdict(recipe), config.to_dict()], sort_keys=True)
-    if (output / _STATE).exists():
-        saved = torch.load(output / _STATE, weights_only=True)
-        if saved["identity"] != identity:
-            raise InputError(f"{output}: holds an unfinished run with other options; choose another --output")
+    if saved:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         state = saved["state"]
-    print(f"{config.variant}, {config.parameters():,} parameters, {len(tokens):,} tokens to train on")
+    print(
+        f"{config.variant}, {config.parameters():,} parameters, {len(tokens):,} tokens to train on; "
+        f"steps {state['step'] + 1} to {recipe.steps} of {recipe.batch * recipe.context:,} tokens each",
+        flush=True,
+    )
+    _make_directory(output)
 
     def save_state() -> None:
-        parts = {"identity": identity, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}
-        temporary = output / (_STATE + ".tmp")
-        torch.save(parts, temporary)
-        os.replace(temporary, output / _STATE)
+        parts = {"identity": identity, "tokenizer": tokenizer.to_str(), "state": state}
+        parts |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        buffer = io.BytesIO()
+        torch.save(parts, buffer)
+        files.write_atomically(output / _STATE, buffer.getbuffer())
 
     _run_steps(model, optimizer, tokens, held, recipe, state, save_state)
-    return _write_checkpoint(model, output, recipe, state, held, held_text, weights)
+    return _write_checkpoint(model, output, recipe, state, tokenizer, held, held_text, weights)
+
+
+def _saved_state(output: Path, identity: str) -> dict | None:
+    """The state of the interrupted run in `output`, which must be of the same options and data."""
+    if output.exists() and not output.is_dir():
+        raise InputError(f"--output {output}: is a file; name a directory")
+    if not (output / _STATE).exists():
+        if (output / "model.safetensors").exists():
+            raise InputError(f"--output {output}: holds a finished checkpoint; choose another place")
+        return None
+    try:
+        saved = torch.load(output / _STATE, weights_only=True)
+        same = saved["identity"] == identity
+    except Exception:  # pickle, zip and tensor errors of many kinds
+        raise InputError(f"{output / _STATE}: is damaged; remove it to start again") from None
+    if not same:
+        raise InputError(f"--output {output}: holds an unfinished run of other options or data; choose another place")
+    return saved
+
+
+def _make_directory(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {output}: cannot be written ({error.strerror})") from None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _run_steps(model, optimizer, tokens, held, recipe: Recipe, state: dict, save_state) -> None:
@@ -142,15 +175,20 @@ def _run_steps(model, optimizer, tokens, held, recipe: Recipe, state: dict, save
             state["seconds"] += time.monotonic() - began
             progress.update()
             progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+            if not math.isfinite(loss.item()):
+                raise InputError(
+                    f"training diverged at step {state['step']}; lower --learning-rate ({recipe.learning_rate})"
+                )
             if state["step"] % recipe.evaluate_every == 0 or state["step"] == recipe.steps:
                 held_loss = held_out_loss(model, held, recipe.context)
                 state["history"].append({"step": state["step"], "loss": loss.item(), "held_out": held_loss})
                 minutes = state["seconds"] / 60
-                line = f"step {state['step']}, {minutes:.1f} minutes: held-out perplexity {math.exp(held_loss):.2f}"
+                line = f"step {state['step']}, {minutes:.1f} minutes: held-out perplexity {_perplexity(held_loss):.2f}"
                 progress.write(line)
                 save_state()
             if interrupt.requested:
                 save_state()
+                progress.write(f"saved at step {state['step']}; the same command goes on from there")
                 raise KeyboardInterrupt
 
 
@@ -176,15 +214,23 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _write_checkpoint(model, output: Path, recipe: Recipe, state: dict, held, held_text: str, weights: str) -> dict:
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # beyond, a float holds it no more
+
+
+def _write_checkpoint(
+    model, output: Path, recipe: Recipe, state: dict, tokenizer: Tokenizer, held, held_text: str, weights: str
+) -> dict:
     dtype = {"fp16": torch.float16, "fp32": torch.float32}[weights]
     tensors = {name: model.state_dict()[name].to(dtype).contiguous() for name in model.weight_names()}
     model.load_state_dict(tensors, strict=False)  # measure what is stored, not what was trained
     loss = held_out_loss(model, held, recipe.context)
+    if not math.isfinite(loss):
+        raise InputError(f"the trained weights do not fit {weights}; lower --learning-rate or use --weights fp32")
     report = {
         "variant": model.config.variant,
         "parameters": model.config.parameters(),
-        "held_out_perplexity": math.exp(loss),
+        "held_out_perplexity": _perplexity(loss),
         "held_out_bits_per_byte": loss * len(held) / math.log(2) / len(held_text.encode()),
         "held_out_tokens": len(held),
         "trained_tokens": recipe.steps * recipe.batch * recipe.context,
@@ -192,14 +238,12 @@ def _write_checkpoint(model, output: Path, recipe: Recipe, state: dict, held, he
         "recipe": asdict(recipe),
         "history": state["history"],
     }
-    temporary = output / "model.safetensors.tmp"
-    save_file(tensors, temporary)
-    temporary.chmod(0o644)  # it is created for its owner alone
-    os.replace(temporary, output / "model.safetensors")
+    files.write_json(output / "config.json", model.config.to_dict())
+    files.write_atomically(output / "tokenizer.json", tokenizer.to_str().encode())
     # For the exporters' parity reports; its beginning is enough for that.
     files.write_atomically(output / HELD_TEXT, held_text[:_HELD_CHARACTERS].encode())
-    files.write_json(output / "config.json", model.config.to_dict())
     files.write_json(output / "training.json", report)
+    files.write_atomically(output / "model.safetensors", save(tensors))  # last: it makes the checkpoint whole
     (output / _STATE).unlink(missing_ok=True)
     return report
 

@@ -9,8 +9,7 @@ from edge_qkv import files
 from edge_qkv.checkpoints import Checkpoint, read_checkpoint
 from edge_qkv.errors import InputError
 from edge_qkv.export.progress import Progress, silent
-
-HELD_TEXT = "held-out.txt"  # beside a checkpoint: text it was not trained on
+from edge_qkv.recipe import HELD_TEXT
 
 
 class Exporter(Protocol):
@@ -53,4 +52,7 @@ def _held_text(path: Path | None, checkpoint: Checkpoint) -> str | None:
         if folder is None or not (folder / HELD_TEXT).is_file():
             return None
         path = folder / HELD_TEXT
-    return files.read_text(path, "--parity-text")
+    text = files.read_text(path, "--parity-text")
+    if len(text.split()) < 2:
+        raise InputError(f"--parity-text {path}: holds less than two words; give some text to compare on")
+    return text

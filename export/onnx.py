@@ -70,9 +70,11 @@ def export_onnx(
     config = checkpoint.config
     tokenizer = tokenizer or checkpoint.tokenizer
     encoder = None if tokenizer is None else package.load_tokenizer(Path(tokenizer), config.vocab_size)
+    stops = [] if encoder is None else package.stop_tokens(encoder)
+    ids = package.encode(encoder, text, frozenset(stops), start=True) if text and encoder is not None else None
     decoder, storage = onnx_weights.prepare(config, onnx_graph.symbolic_attend, recipe)
     data = onnx_weights.DataFile(onnx_graph.named_weights(decoder), storage)
-    with files.directory_written_whole(output, package.MANIFEST) as directory:
+    with files.directory_written_whole(output, package.is_package_only) as directory:
         _check_space(directory, data.bytes)
         progress("Tracing the graph", 0, 0)
         model = onnx_graph.build(decoder, cache)
@@ -93,13 +95,12 @@ def export_onnx(
             "block_size": recipe.block_size if recipe.bits else None,
             "cache": cache,
             "cache_bytes_per_token": config.cache_bytes_per_token(cache),
-            "stop_tokens": [] if encoder is None else package.stop_tokens(encoder),
+            "stop_tokens": stops,
             "files": _listed(directory, progress),
             "parity": None,
         }
         files.write_json(directory / package.MANIFEST, manifest)
         if run_parity:
-            ids = encoder.encode(text).ids if text and encoder is not None else None
             manifest["parity"] = _parity(checkpoint, directory, runner or open_runner, ids, progress)
             files.write_json(directory / package.MANIFEST, manifest)
     return manifest

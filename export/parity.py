@@ -77,7 +77,7 @@ def check(decoder: Decoder, score: Score, engine: str, text_tokens: Sequence[int
     The tokens are taken in windows of the length the model was trained on, each a sequence of its own.
     """
     count, window = lengths(decoder.config)
-    text = bool(text_tokens)
+    text = text_tokens is not None and len(text_tokens) > 1
     tokens = list(text_tokens)[:count] if text else random_tokens(decoder.config.vocab_size, count)
     windows = [tokens[i : i + window] for i in range(0, len(tokens), window)]
     reference = np.concatenate([score_eagerly(decoder, w) for w in windows])

@@ -11,7 +11,8 @@ import torch
 
 from edge_qkv import Model, Sampling, Session
 from edge_qkv.checkpoints import read_checkpoint
-from edge_qkv.export import HELD_TEXT, TARGETS
+from edge_qkv.export import TARGETS
+from edge_qkv.recipe import HELD_TEXT
 from edge_qkv.training import held_out_loss
 
 

@@ -169,6 +169,49 @@ def _flip(file: Path, place: int | None = None) -> None:
     file.write_bytes(data)
 
 
+def test_a_full_context_keeps_what_was_written(tiny_package, tmp_path, capsys):
+    arguments = ["run", str(tiny_package), "--prompt", "abc", "--context", "20", "--temperature", "0", "--json"]
+    assert main([*arguments, "--stats", str(tmp_path / "stats.json")]) == 2
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert len(result["tokens"]) == 17 and result["figures"]["finish"] == "context"
+    assert json.loads((tmp_path / "stats.json").read_text()) == result["figures"]
+    assert captured.err.startswith("edge-qkv: 1 more tokens do not fit")
+
+
+def test_a_drawn_seed_is_told_and_repeats_the_text(tiny_package, capsys):
+    options = ["run", tiny_package, "--prompt", "abc", "--max-tokens", 20, "--temperature", 1.5, "--json"]
+    first = json.loads(_output(capsys, *options))
+    again = json.loads(_output(capsys, *options, "--seed", first["figures"]["seed"]))
+    assert again["tokens"] == first["tokens"]
+
+
+def test_stats_go_where_they_can_or_are_refused_before_the_work(tiny_package, tmp_path, capsys, refused):
+    run = ("run", tiny_package, "--prompt", "abc", "--max-tokens", 3)
+    for place in (tmp_path, tmp_path / "absent/stats.json"):
+        assert "--stats" in refused(*run, "--stats", place)
+    fifo = tmp_path / "pipe"
+    os.mkfifo(fifo)
+    reader = subprocess.Popen(["cat", str(fifo)], stdout=subprocess.PIPE)
+    _output(capsys, *run, "--stats", fifo)
+    assert json.loads(reader.communicate(timeout=30)[0])["finish"] == "max_tokens"
+    assert fifo.is_fifo()
+
+
+def test_a_package_with_someones_files_in_it_is_not_replaced(tiny_package, tiny_checkpoint, tmp_path, refused):
+    package = tmp_path / "package"
+    shutil.copytree(tiny_package, package)
+    (package / "notes.txt").write_text("mine")
+    assert "holds other files" in refused("export", tiny_checkpoint, "--output", package)
+    assert (package / "notes.txt").read_text() == "mine"
+
+
+def test_an_unknown_instruction_set_is_an_error(tiny_package):
+    command = [sys.executable, "-m", "edge_qkv", "run", str(tiny_package), "--prompt", "abc", "--max-tokens", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"EDGE_QKV_ISA": "bogus"})
+    assert done.returncode == 2 and "EDGE_QKV_ISA" in done.stderr
+
+
 def test_wrong_tokenizers(tiny_checkpoint, tmp_path, refused):
     write_2606(tmp_path / "model.pt", "QKV")  # 97 tokens
     export = ("export", tmp_path / "model.pt", "--output", tmp_path / "out", "--tokenizer")
@@ -187,6 +230,8 @@ def test_bad_prompts(tiny_package, bare_package, tmp_path, refused):
     )
     assert "token 97" in refused("run", bare_package, "--tokens", "1,97", "--json")
     assert "whole numbers" in refused("run", bare_package, "--tokens", "1,x")
+    assert "whole numbers" in refused("run", bare_package, "--tokens", "1_0")
+    assert "UTF-8" in refused("run", tiny_package, "--prompt", "caf\udce9")
     assert "cannot be read" in refused("run", tiny_package, "--prompt-file", tmp_path / "absent.txt")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     assert "UTF-8" in refused("run", tiny_package, "--prompt-file", tmp_path / "latin.txt")

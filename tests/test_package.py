@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from edge_qkv import InputError, Package
-from edge_qkv.package import MANIFEST
+from edge_qkv.package import MANIFEST, encode, load_tokenizer
 
 
 @pytest.fixture
@@ -55,6 +55,7 @@ def test_a_missing_or_shortened_file_is_named(name, package):
         (b"", "JSON"),
         (b"{", "JSON"),
         (b"\xff\xfe", "JSON"),
+        (b"[" * 200_000, "JSON"),
         (b"[]", "not a package manifest"),
         (b"{}", "not a package manifest"),
         (b'{"format": 99}', "format 99"),
@@ -69,7 +70,7 @@ def test_a_bad_manifest_is_refused(content, words, package):
 
 @pytest.mark.parametrize("name", ["../model.onnx", "/etc/passwd", "a/b", "..", ""])
 def test_files_outside_the_package_are_refused(name, package):
-    _edit(package, files={name: {"bytes": 1, "sha256": ""}})
+    _edit(package, files={name: {"bytes": 1, "sha256": ""}, "model.onnx": {"bytes": 1, "sha256": ""}})
     with pytest.raises(InputError, match="not a plain file name"):
         Package.open(package)
 
@@ -81,13 +82,46 @@ def test_places_that_are_no_package_are_named(tmp_path):
         Package.open(tmp_path)
 
 
-def test_config_of_another_model_is_refused(package):
+@pytest.mark.parametrize("changes", [{"stop_tokens": None}, {"stop_tokens": "5"}, {"parity": "good"}, {"files": {}}])
+def test_fields_of_the_wrong_type_are_refused(changes, package):
+    _edit(package, **changes)
+    with pytest.raises(InputError, match="export the package again"):
+        Package.open(package)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"vocab_size": 300}, {"layers": 3}, {"sharing": "qkv"}, {"max_positions": 50}, {"kv_heads": 2}, {"cache": "fp16"}],
+)
+def test_config_of_another_model_is_refused(change, package):
     from edge_qkv import Model
 
-    config = json.loads((package / MANIFEST).read_text())["config"]
-    _edit(package, config=config | {"vocab_size": 300})
+    if "cache" in change:
+        _edit(package, **change)
+    else:
+        _edit(package, config=json.loads((package / MANIFEST).read_text())["config"] | change)
     with pytest.raises(InputError, match="disagree"):
         Model(package)
+
+
+def test_a_tokenizers_training_habits_do_not_touch_prompts(package):
+    """Truncation and padding, which published tokenizer files often carry."""
+    file = package / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "!",
+    }
+    file.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(file, 260)
+    assert len(encode(tokenizer, "a longer prompt", frozenset(), start=True)) == 15
+    with pytest.raises(InputError, match="UTF-8"):
+        encode(tokenizer, "caf\udce9", frozenset(), start=True)
 
 
 def test_tokenizer_of_another_model_is_refused(package):

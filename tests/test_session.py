@@ -197,7 +197,7 @@ def test_streaming_text_and_stop_string(model, session, bytes_tokenizer):
     assert whole == bytes_tokenizer.decode(session.tokens[3:]).rstrip("\N{REPLACEMENT CHARACTER}")
     stop = whole[10:12]
     with Session(model, context=CAPACITY) as other:
-        assert "".join(other.generate("abc", 40, greedy, stop=[stop])) == whole[: whole.index(stop)]
+        assert "".join(other.generate("abc", 40, greedy, stop=stop)) == whole[: whole.index(stop)]
 
 
 def test_cancel_from_another_thread_stops_a_generation(model):
@@ -212,6 +212,39 @@ def test_cancel_from_another_thread_stops_a_generation(model):
         session.rewind(0)
         session.evaluate([1, 2, 3])  # and the session is usable again
         assert session.tokens == [1, 2, 3]
+
+
+def test_closing_waits_for_the_call_of_another_thread(model):
+    session = Session(model, context=CAPACITY, prefill_chunk=1)
+    failures = []
+
+    def work():
+        try:
+            while True:
+                session.rewind(0)
+                session.evaluate(list(range(90)))
+        except InputError as error:
+            failures.append(str(error))
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    time.sleep(0.2)
+    session.close()
+    worker.join(timeout=30)
+    assert failures == ["the session is closed; open a new one"]
+
+
+def test_a_cancelled_generation_keeps_what_it_yielded(model):
+    with Session(model, context=CAPACITY) as session:
+        tokens = session.generate_tokens([1, 2], 20, Sampling(temperature=0))
+        given = [next(tokens), next(tokens)]
+        session.cancel()
+        with pytest.raises(Cancelled):
+            next(tokens)
+        assert session.tokens == [1, 2, *given]
+        more = list(session.generate_tokens([], 3, Sampling(temperature=0)))
+    with Session(model, context=CAPACITY) as other:
+        assert [*given, *more] == list(other.generate_tokens([1, 2], 5, Sampling(temperature=0)))
 
 
 def test_sessions_of_one_model_run_in_parallel(model, ids, expected):

@@ -86,6 +86,51 @@ def test_a_stopped_run_goes_on_exactly(data, tmp_path, monkeypatch):
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
 
 
+def test_a_finished_or_foreign_directory_is_left_alone(data, tmp_path, capsys):
+    """Nothing is written before a run is accepted, and no run writes over a finished one."""
+    train(data, tmp_path / "done", RECIPE, OPTIONS, 300, "fp16")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "done").iterdir()}
+    with pytest.raises(InputError, match="holds a finished checkpoint"):
+        train(data, tmp_path / "done", RECIPE, OPTIONS, 300, "fp16")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "done").iterdir()} == before
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InputError, match="is a file"):
+        train(data, tmp_path / "file", RECIPE, OPTIONS, 300, "fp16")
+    (tmp_path / "short.txt").write_text("too short\n")
+    with pytest.raises(InputError, match="too short"):
+        train(tmp_path / "short.txt", tmp_path / "new", RECIPE, OPTIONS, 300, "fp16")
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_unfinished_run_is_bound_to_its_data(data, tmp_path, monkeypatch):
+    import edge_qkv.training as training
+
+    real = torch.nn.utils.clip_grad_norm_
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments)
+
+    monkeypatch.setattr(training.torch.nn.utils, "clip_grad_norm_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(data, tmp_path / "out", RECIPE, OPTIONS, 300, "fp16")
+    monkeypatch.undo()
+    other = tmp_path / "other.txt"
+    other.write_text(data.read_text() + "one more line\n")
+    with pytest.raises(InputError, match="other options or data"):
+        train(other, tmp_path / "out", RECIPE, OPTIONS, 300, "fp16")
+    (tmp_path / "out/training-state.pt").write_bytes(b"junk")
+    with pytest.raises(InputError, match="is damaged"):
+        train(data, tmp_path / "out", RECIPE, OPTIONS, 300, "fp16")
+
+
+def test_divergence_is_an_error_and_leaves_no_checkpoint(data, tmp_path):
+    recipe = Recipe(steps=200, batch=2, context=32, warmup=0, learning_rate=0.999, weight_decay=9.9, held_out=0.1)
+    with pytest.raises(InputError, match=r"diverged|do not fit"):
+        train(data, tmp_path / "out", recipe, OPTIONS, 300, "fp16")
+    assert not (tmp_path / "out/model.safetensors").exists()
+
+
 def test_held_out_text_starts_with_a_document():
     text = f"one\n{END_OF_TEXT}\ntwo two\n{END_OF_TEXT}\nthree\n"
     assert split_held_out(text, 0.5) == (f"one\n{END_OF_TEXT}\ntwo two\n", "three\n")

@@ -163,7 +163,7 @@ def _checked(source: Source, where: str) -> Callable[[], torch.Tensor]:
         import torch
 
         try:
-            tensor = source.load().detach()
+            tensor = source.load().detach().resolve_neg()
             low, high = torch.aminmax(tensor)  # no mask the size of the tensor; NaN propagates
             largest = torch.finfo(torch.float32).max
             sound = -largest <= low.item() and high.item() <= largest  # false for NaN too

@@ -132,6 +132,7 @@ eqkv_status eqkv_model_open(const char* path, const eqkv_model_options* options,
     require(model, "model");
     *model = nullptr;
     require(path, "path");
+    if (const char* forced = isa_error()) throw Error(EQKV_INVALID_ARGUMENT, forced);
     eqkv_model_options read = {};
     if (options) read = read_options(options, read);
     const EngineOptions engine{read.engine_library ? read.engine_library : "", read.threads};
@@ -209,6 +210,13 @@ void eqkv_session_cancel(eqkv_session* session) {
 
 eqkv_status eqkv_session_fill(eqkv_session* session, int64_t length, uint64_t seed) {
   return with_session(session, [&](Session& s) { s.fill(length, seed); });
+}
+
+eqkv_status eqkv_session_length(const eqkv_session* session, int64_t* length) {
+  return with_session(session, [&](const Session& s) {
+    require(length, "length");
+    *length = s.length();
+  });
 }
 
 eqkv_status eqkv_session_get_info(const eqkv_session* session, eqkv_session_info* info) {

@@ -47,7 +47,6 @@ class Sampler {
   };
 
   void collect(const float* logits, size_t vocab_size, const std::vector<int32_t>& history);
-  void penalise(const std::vector<int32_t>& history);
   void weigh();
   void keep_likely();
 

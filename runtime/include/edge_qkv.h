@@ -96,7 +96,7 @@ typedef struct eqkv_session_options {
 
 EQKV_API eqkv_status eqkv_session_open(eqkv_model* model, const eqkv_session_options* options,
                                        eqkv_session** session);
-EQKV_API void eqkv_session_close(eqkv_session* session);
+EQKV_API void eqkv_session_close(eqkv_session* session); /* not during another call, cancel included */
 
 /* Appends tokens (prefill or decode) and keeps the logits that follow the last one. When `logits` is not
  * null it receives the logits of every new token, [count, vocab_size]. A prompt that does not fit is
@@ -134,6 +134,9 @@ EQKV_API void eqkv_session_cancel(eqkv_session* session);
  * to measure a deep context without the hours that its prefill would take. */
 EQKV_API eqkv_status eqkv_session_fill(eqkv_session* session, int64_t length, uint64_t seed);
 
+/* Tokens in the cache. */
+EQKV_API eqkv_status eqkv_session_length(const eqkv_session* session, int64_t* length);
+
 typedef struct eqkv_session_info {
   size_t struct_size;
   int64_t length;           /* tokens in the cache */
@@ -142,6 +145,7 @@ typedef struct eqkv_session_info {
   uint64_t cache_committed; /* bytes of the cache in RAM, from the kernel */
   uint64_t cache_reserved;  /* bytes of the cache at full context */
 } eqkv_session_info;
+/* Asks the kernel about every page of the cache: milliseconds for a cache of gigabytes. */
 EQKV_API eqkv_status eqkv_session_get_info(const eqkv_session* session, eqkv_session_info* info);
 
 #ifdef __cplusplus

@@ -349,11 +349,11 @@ def test_a_failed_export_leaves_nothing_behind(tmp_path):
 def test_a_failed_export_keeps_the_old_package(tmp_path):
     old = tmp_path / "package"
     old.mkdir()
-    (old / "edge_qkv.json").write_text("{}")
+    (old / "edge_qkv.json").write_text('{"files": {}}')
     with pytest.raises(InputError, match="cannot be read"):
         export_onnx(_failing(CASES["Q-MQA"], 7), old, weights="fp32")
     assert [p.name for p in tmp_path.iterdir()] == ["package"]
-    assert (old / "edge_qkv.json").read_text() == "{}"
+    assert (old / "edge_qkv.json").read_text() == '{"files": {}}'
 
 
 @pytest.mark.parametrize(
