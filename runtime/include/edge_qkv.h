@@ -107,7 +107,8 @@ EQKV_API eqkv_status eqkv_session_evaluate(eqkv_session* session, const int32_t*
 /* The logits that follow the last token, [vocab_size]; valid until the session is next changed. */
 EQKV_API eqkv_status eqkv_session_logits(const eqkv_session* session, const float** logits);
 
-/* temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 leave their filter out. */
+/* A session is greedy until this is set. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and
+ * repetition_penalty 1 leave their filter out. */
 typedef struct eqkv_sampler_options {
   size_t struct_size;
   float temperature;
