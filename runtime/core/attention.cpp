@@ -276,8 +276,7 @@ const char* attention_error(const AttentionParams& p) {
   if (!fits_memory({p.batch, p.tokens, p.num_heads, p.head_dim + kPartialExtra, sizeof(float)})) {
     return "The query exceeds the address space.";
   }
-  const int64_t value_bytes = p.cache_type == CacheType::kFloat16 ? 2 : 4;
-  if (!fits_memory({p.batch, p.kv_heads, p.capacity, p.head_dim, value_bytes})) {
+  if (!fits_memory({p.batch, p.kv_heads, p.capacity, p.head_dim, cache_value_bytes(p.cache_type)})) {
     return "The cache exceeds the address space.";
   }
   if (p.tokens == 0) return nullptr;  // Engines give empty tensors no memory.

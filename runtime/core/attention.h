@@ -11,6 +11,9 @@ namespace edge_qkv {
 
 enum class CacheType : int { kFloat32 = 0, kFloat16 = 1 };
 
+// Bytes of one cached value.
+constexpr int64_t cache_value_bytes(CacheType type) { return type == CacheType::kFloat32 ? 4 : 2; }
+
 // How rotary positions meet the cache. D is head_dim, R is rotary_dim; the first R values of a row are
 // rotated in half-split pairs (i, i + R/2).
 enum class Rotary : int {

@@ -19,7 +19,7 @@ struct CacheView {
   int64_t head_dim = 0;  // D
   std::vector<std::byte*> tensors;
 
-  size_t element_bytes() const { return type == CacheType::kFloat32 ? 4 : 2; }
+  size_t element_bytes() const { return static_cast<size_t>(cache_value_bytes(type)); }
   size_t row_bytes() const { return element_bytes() * static_cast<size_t>(head_dim); }
   size_t head_bytes() const { return row_bytes() * static_cast<size_t>(capacity); }
   size_t tensor_bytes() const { return head_bytes() * static_cast<size_t>(kv_heads); }

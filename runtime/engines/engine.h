@@ -25,7 +25,7 @@ struct ModelInfo {
   int64_t max_positions = 0;
 
   int64_t cache_bytes_per_token() const {
-    return layers * caches * kv_heads * head_dim * (cache_type == CacheType::kFloat32 ? 4 : 2);
+    return layers * caches * kv_heads * head_dim * cache_value_bytes(cache_type);
   }
 };
 

@@ -150,7 +150,7 @@ struct Problem {
 
   // Random valid rows, NaN in the rows that nobody has written.
   Guarded new_cache() {
-    const size_t width = p.cache_type == CacheType::kFloat16 ? 2 : 4;
+    const size_t width = static_cast<size_t>(cache_value_bytes(p.cache_type));
     Guarded cache(cache_values() * width);
     const std::vector<float> row = random_floats(p.past * p.head_dim);
     std::vector<uint16_t> half(row.size());

@@ -92,7 +92,7 @@ bool same_shape(const Tensor& a, const Tensor& b) {
 // Rows [0, past) of every head, for a cache that is not updated in place. cache [B, G, C, D]
 void copy_valid_rows(const AttentionParams& p, const void* from, void* to) {
   if (from == to) return;
-  const size_t row = static_cast<size_t>(p.head_dim) * (p.cache_type == CacheType::kFloat32 ? 4 : 2);
+  const size_t row = static_cast<size_t>(p.head_dim * cache_value_bytes(p.cache_type));
   const size_t head = row * static_cast<size_t>(p.capacity);
   for (size_t i = 0; i < static_cast<size_t>(p.batch * p.kv_heads); ++i) {
     std::memcpy(static_cast<char*>(to) + i * head, static_cast<const char*>(from) + i * head,
