@@ -117,11 +117,10 @@ def _run(arguments: argparse.Namespace) -> None:
         finally:
             if not arguments.json:
                 print(flush=True)
-        reached = session.timing.decode_tokens >= arguments.max_tokens
-        finish = "context" if full else "max_tokens" if reached else "stop"
+        written = session.tokens[session.timing.prefill_tokens :]
+        finish = "context" if full else "max_tokens" if len(written) >= arguments.max_tokens else "stop"
         figures = {"seed": arguments.seed, "finish": finish} | _figures(session)
         if arguments.json:
-            written = session.tokens[session.timing.prefill_tokens :]
             print(json.dumps({"text": "".join(text), "tokens": written, "figures": figures}, indent=2))
         if arguments.stats:
             _write_stats(arguments.stats, figures)

@@ -15,3 +15,9 @@ class ContextFull(EdgeQKVError):
 
 class Cancelled(EdgeQKVError):
     """The session was cancelled from another thread."""
+
+
+def one_line(error: BaseException) -> str:
+    """The start of another library's message, fit for our one sentence."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -13,7 +13,7 @@ from typing import Any
 
 from edge_qkv import files
 from edge_qkv.config import ModelConfig
-from edge_qkv.errors import InputError
+from edge_qkv.errors import InputError, one_line
 
 MANIFEST = "edge_qkv.json"
 FORMAT = 1
@@ -105,7 +105,7 @@ def load_tokenizer(path: Path, vocab_size: int):
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     except Exception as error:  # the library raises plain Exception for anything it cannot parse
-        raise InputError(f"{path}: is not a tokenizer.json ({_one_line(error)})") from None
+        raise InputError(f"{path}: is not a tokenizer.json ({one_line(error)})") from None
     tokenizer.no_truncation()  # files made for training carry both; a prompt is neither cut nor filled up
     tokenizer.no_padding()
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -131,7 +131,7 @@ def encode(tokenizer, text: str, stops: frozenset[int], start: bool) -> list[int
     except UnicodeEncodeError:
         raise InputError("the text must be UTF-8; this has bytes that are not") from None
     except Exception as error:  # the library raises plain Exception
-        raise InputError(f"the tokenizer cannot encode this text ({_one_line(error)})") from None
+        raise InputError(f"the tokenizer cannot encode this text ({one_line(error)})") from None
 
 
 def is_package_only(path: Path) -> bool:
@@ -163,7 +163,3 @@ def _check_file(folder: Path, name: str, facts: Any, verify: bool) -> None:
         )
     if verify and files.sha256(file) != facts.get("sha256"):
         raise InputError(f"{file}: is damaged (its SHA-256 differs); copy the package again or export it again")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -33,8 +33,8 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, sound, rule in (
             ("steps", self.steps >= 1, "must be at least 1"),
-            ("batch", self.batch >= 1, "must be at least 1"),
-            ("context", self.context >= 2, "must be at least 2"),
+            ("batch", 1 <= self.batch <= 1 << 16, f"must be from 1 to {1 << 16}"),
+            ("context", 2 <= self.context <= 1 << 20, f"must be from 2 to {1 << 20}"),
             ("learning_rate", 0 < self.learning_rate < 1, "must be between 0 and 1"),
             ("warmup", self.warmup >= 0, "must be 0 or more"),
             ("weight_decay", 0 <= self.weight_decay < 10, "must be between 0 and 10"),

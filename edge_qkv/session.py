@@ -149,8 +149,7 @@ class Session(_NativeObject):
             raise InputError(f"prefill_chunk = {prefill_chunk}: must be between 1 and {1 << 20}")
         self.context, self.prefill_chunk = context, prefill_chunk
         options = _native.SessionOptions(context=context, prefill_chunk=prefill_chunk)
-        handle = ctypes.byref(self._handle)
-        _native.call("eqkv_session_open", self.model._handle, ctypes.byref(options), handle)
+        self.model._call("eqkv_session_open", ctypes.byref(options), ctypes.byref(self._handle))
         self.tokens: list[int] = []  # the conversation; the last one may not be evaluated yet
         self.timing = Timing()
 

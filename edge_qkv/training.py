@@ -31,6 +31,7 @@ from edge_qkv.recipe import HELD_TEXT, Recipe, small_config
 END_OF_TEXT = "<|endoftext|>"  # separates documents in the data file
 _STATE = "training-state.pt"
 _HELD_CHARACTERS = 1 << 18
+_MOST_PARAMETERS = 1_000_000_000  # weights, gradients and AdamW's two moments: 16 GB in fp32
 
 
 def split_held_out(text: str, fraction: float) -> tuple[str, str]:
@@ -80,7 +81,12 @@ def train(data: Path, output: Path, recipe: Recipe, model_options: dict, vocab_s
     """
     if not 257 <= vocab_size <= 1 << 20:
         raise InputError(f"--vocab-size {vocab_size}: must be from 257 (the bytes and an end of text) to {1 << 20}")
-    small_config(vocab_size, recipe.context, **model_options)  # refused before anything is read
+    planned = small_config(vocab_size, recipe.context, **model_options)  # refused before anything is read
+    if planned.parameters() > _MOST_PARAMETERS:
+        raise InputError(
+            f"these sizes make {planned.parameters():,} parameters; this recipe is for at most {_MOST_PARAMETERS:,}: "
+            "lower --width, --layers, --mlp-width or --vocab-size"
+        )
     text = files.read_text(data, "--data")
     train_text, held_text = split_held_out(text, recipe.held_out)
     identity = json.dumps([asdict(recipe), model_options, vocab_size, weights, _digest(text)], sort_keys=True)
@@ -175,12 +181,10 @@ def _run_steps(model, optimizer, tokens, held, recipe: Recipe, state: dict, save
             state["seconds"] += time.monotonic() - began
             progress.update()
             progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-            if not math.isfinite(loss.item()):
-                raise InputError(
-                    f"training diverged at step {state['step']}; lower --learning-rate ({recipe.learning_rate})"
-                )
+            _check_finite(loss.item(), state["step"], recipe)
             if state["step"] % recipe.evaluate_every == 0 or state["step"] == recipe.steps:
                 held_loss = held_out_loss(model, held, recipe.context)
+                _check_finite(held_loss, state["step"], recipe)
                 state["history"].append({"step": state["step"], "loss": loss.item(), "held_out": held_loss})
                 minutes = state["seconds"] / 60
                 line = f"step {state['step']}, {minutes:.1f} minutes: held-out perplexity {_perplexity(held_loss):.2f}"
@@ -190,6 +194,11 @@ def _run_steps(model, optimizer, tokens, held, recipe: Recipe, state: dict, save
                 save_state()
                 progress.write(f"saved at step {state['step']}; the same command goes on from there")
                 raise KeyboardInterrupt
+
+
+def _check_finite(loss: float, step: int, recipe: Recipe) -> None:
+    if not math.isfinite(loss):
+        raise InputError(f"training diverged at step {step}; lower --learning-rate ({recipe.learning_rate})")
 
 
 class _Interrupt:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -270,14 +269,15 @@ def test_a_failed_export_keeps_the_package_that_was_there(tiny_package, tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.json", "package"]
 
 
-def test_ctrl_c_stops_cleanly(bare_package):
-    command = [sys.executable, "-m", "edge_qkv", "run", str(bare_package), "--tokens", "1", "--max-tokens", "100000"]
+def test_ctrl_c_stops_cleanly(bundled_package):
+    package, _ = bundled_package("int8")
+    command = [sys.executable, "-m", "edge_qkv", "run", str(package), "--prompt", "KING.", "--context", "32768"]
+    command += ["--max-tokens", "30000"]  # a minute's work at least
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.read(1)  # it has begun to write
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=30)
-    # the context of 64 tokens may have been full before the signal came
-    assert process.returncode in (130, 2) and b"Traceback" not in error
+    assert process.returncode == 130 and error.strip() == b"edge-qkv: stopped"
 
 
 def test_a_reader_that_goes_away_is_no_error(bare_package):
@@ -293,8 +293,6 @@ def test_the_command_line_starts_without_torch(tiny_package):
         "sys.exit(main(['run', sys.argv[1], '--prompt', 'abc', '--max-tokens', '3']) "
         "or main(['inspect', sys.argv[1]]) or main(['export', 'x', '--output', 'y']))"
     )
-    began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", script, str(tiny_package)], capture_output=True, text=True)
     assert done.returncode == 2 and "pip install 'edge-qkv[export]'" in done.stderr, done.stderr
     assert "onnx package" in done.stdout
-    assert time.monotonic() - began < 60

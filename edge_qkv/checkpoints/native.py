@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edge_qkv.checkpoints.checkpoint import Checkpoint, NeedsTorch, Source, assemble, beside, has_torch, one_line
+from edge_qkv.checkpoints.checkpoint import Checkpoint, NeedsTorch, Source, assemble, beside, has_torch
 from edge_qkv.config import ModelConfig
-from edge_qkv.errors import InputError
+from edge_qkv.errors import InputError, one_line
 
 NAME = "edge-qkv"
 SUMMARY = "a directory with config.json and model.safetensors, as `edge-qkv train` writes it"

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edge_qkv.checkpoints.checkpoint import Source, check_shape, missing, one_line, quoted, unexpected
-from edge_qkv.errors import InputError
+from edge_qkv.checkpoints.checkpoint import Source, check_shape, missing, quoted, unexpected
+from edge_qkv.errors import InputError, one_line
 
 _ZIP = b"PK\x03\x04"
 _PREFIXES = ("module.", "_orig_mod.")  # added by data-parallel training and by torch.compile
