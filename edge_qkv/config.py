@@ -29,7 +29,8 @@ QUERY = {"projected": True, "identity": False, "residual": True, "residual_gelu"
 MLP = ("gelu", "gelu_tanh", "swiglu", "geglu")
 NORM = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rotary-conjugate", "rotary-on-read", "none")
-CACHE_BYTES = {"fp32": 4, "fp16": 2}
+# Cache type -> bytes of a value, and bytes that a row of a kv head has besides: int8 rows have an fp16 scale.
+CACHE_BYTES = {"fp32": (4, 0), "fp16": (2, 0), "int8": (1, 2)}
 
 _SIZES = ("vocab_size", "max_positions", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width")
 _SIZE_LIMIT = 1 << 28  # above any real model; keeps every product of two sizes inside 64 bits
@@ -59,6 +60,8 @@ class ModelConfig:
     rotary_dim: int = 0  # values of a row that are rotated; 0: all of head_dim
     rotary_base: float = 10000.0
     attention_scale: float = 0.0  # 0: 1/sqrt(head_dim)
+    window: int = 0  # tokens a query sees, itself included; 0: all
+    sinks: int = 0  # first tokens that every query sees besides its window (arXiv 2309.17453)
     attention_bias: bool = False
     mlp_bias: bool = False
     norm_bias: bool = False
@@ -95,6 +98,14 @@ class ModelConfig:
         )
         if self.rotary and self.rotary_dim == 0:
             self._check(self.head_dim % 2 == 0, "rotary_dim", "must be set when head_dim is odd")
+        for name in ("window", "sinks"):
+            self._check(_is_int(getattr(self, name)), name, "must be a whole number")
+            self._check(
+                0 <= getattr(self, name) <= self.max_positions,
+                name,
+                f"must be from 0 to max_positions ({self.max_positions})",
+            )
+        self._check(self.window > 0 or self.sinks == 0, "sinks", "needs a window")
         self._check(_is_int(self.trained_context), "trained_context", "must be a whole number")
         self._check(
             0 <= self.trained_context <= self.max_positions,
@@ -166,7 +177,8 @@ class ModelConfig:
 
     def cache_bytes_per_token(self, cache: str = "fp16") -> int:
         """Bytes one token adds to the cache over all layers."""
-        return self.layers * self.caches * self.kv_heads * self.head_dim * CACHE_BYTES[cache]
+        value, row = CACHE_BYTES[cache]
+        return self.layers * self.caches * self.kv_heads * (self.head_dim * value + row)
 
     def cache_bytes(self, tokens: int, cache: str = "fp16") -> int:
         """Bytes of a cache that holds `tokens` tokens (the tables of arXiv 2606.04032, exactly)."""

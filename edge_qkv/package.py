@@ -16,7 +16,7 @@ from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError, one_line
 
 MANIFEST = "edge_qkv.json"
-FORMAT = 1
+FORMAT = 2
 MODEL_FILES = {"onnx": "model.onnx"}  # target -> the file an engine opens
 # Names that tokenizers give to the token that ends a text.
 _END_TOKENS = (

@@ -6,6 +6,7 @@ GatherBlockQuantized reads 8-bit codes only since then.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -81,7 +82,8 @@ def export_onnx(
         onnx_graph.finish(model, config, cache, _version())
         _write_data(checkpoint, storage, data, directory / DATA, progress)
         onnx_graph.fill(model, lambda name: data.tensor(name, directory / DATA))
-        (directory / MODEL).write_bytes(ir.serde.serialize_model(model).SerializeToString())
+        model.metadata_props["edge_qkv.fingerprint"] = _fingerprint(model, directory / DATA)
+        (directory / MODEL).write_bytes(_serialized(model))
         del model, decoder
         if tokenizer is not None:
             shutil.copyfile(tokenizer, directory / "tokenizer.json")
@@ -170,6 +172,15 @@ def _write_data(checkpoint: Checkpoint, storage, data, path: Path, progress: Pro
         progress("Writing weights", done, total)
 
     data.write(path, sources, report)
+
+
+def _fingerprint(model: ir.Model, data: Path) -> str:
+    """SHA-256 over the graph with its small tensors, and over the file with the large ones."""
+    return hashlib.sha256(_serialized(model) + files.sha256(data).encode()).hexdigest()
+
+
+def _serialized(model: ir.Model) -> bytes:
+    return ir.serde.serialize_model(model).SerializeToString(deterministic=True)
 
 
 def _listed(directory: Path, progress: Progress) -> dict[str, dict[str, Any]]:

@@ -136,14 +136,23 @@ def finish(model: ir.Model, config: ModelConfig, cache: str, producer_version: s
 
 def metadata(config: ModelConfig, cache: str) -> dict[str, str]:
     facts = {
-        "format": 1,
+        "format": 2,
         "vocab_size": config.vocab_size,
+        "max_positions": config.max_positions,
         "layers": config.layers,
+        "width": config.width,
+        "heads": config.heads,
         "kv_heads": config.kv_heads,
         "head_dim": config.head_dim,
         "caches": config.caches,
-        "max_positions": config.max_positions,
         "cache_type": cache,
+        "window": config.window,
+        "sinks": config.sinks,
+        "positions": config.positions,
+        "rotary_dim": config.rotated,
+        "rotary_base": float(config.rotary_base),
+        "mlp_width": config.mlp_width,
+        "mlp_matrices": 3 if config.gated_mlp else 2,
     }
     return {f"edge_qkv.{name}": str(value) for name, value in facts.items()}
 

@@ -147,8 +147,8 @@ eqkv_status eqkv_model_get_info(const eqkv_model* model, eqkv_model_info* info) 
     require(model, "model");
     require(info, "info");
     const ModelInfo& m = model->engine->info();
-    write_info(info, {0, m.engine, m.cache_type == CacheType::kFloat32 ? "fp32" : "fp16", m.vocab_size,
-                      m.layers, m.kv_heads, m.head_dim, m.max_positions, m.cache_bytes_per_token()});
+    write_info(info, {0, m.engine, facts(m.cache.type).name, m.vocab_size, m.cache.layers,
+                      m.cache.kv_heads, m.cache.head_dim, m.max_positions, m.cache.token_bytes()});
   });
 }
 
@@ -222,10 +222,9 @@ eqkv_status eqkv_session_length(const eqkv_session* session, int64_t* length) {
 eqkv_status eqkv_session_get_info(const eqkv_session* session, eqkv_session_info* info) {
   return with_session(session, [&](const Session& s) {
     require(info, "info");
-    const EngineState& state = s.state();
-    write_info(info, {0, s.length(), s.context(),
-                      static_cast<uint64_t>(s.length()) * state.cache().token_bytes(),
-                      state.cache_committed(), state.cache_reserved()});
+    const uint64_t used = static_cast<uint64_t>(s.length() * s.cache().view().layout.token_bytes());
+    write_info(info, {0, s.length(), s.context(), used, s.cache().committed_bytes(),
+                      s.cache().reserved_bytes()});
   });
 }
 

@@ -9,10 +9,20 @@
 
 namespace edge_qkv {
 
-enum class CacheType : int { kFloat32 = 0, kFloat16 = 1 };
+// kInt8: a row of one kv head is its values divided by the row's scale and rounded, the scale being a
+// 127th of the row's largest magnitude, kept as fp16.
+enum class CacheType : int { kFloat32 = 0, kFloat16 = 1, kInt8 = 2 };
 
-// Bytes of one cached value.
-constexpr int64_t cache_value_bytes(CacheType type) { return type == CacheType::kFloat32 ? 4 : 2; }
+// Everything about the types in one place: index it with static_cast<int>(type).
+struct CacheTypeFacts {
+  const char* name;
+  int64_t value_bytes;  // of one cached value
+  int64_t scale_bytes;  // of what a row of one kv head carries beside its values
+};
+inline constexpr CacheTypeFacts kCacheTypes[] = {{"fp32", 4, 0}, {"fp16", 2, 0}, {"int8", 1, 2}};
+
+constexpr const CacheTypeFacts& facts(CacheType type) { return kCacheTypes[static_cast<int>(type)]; }
+constexpr int64_t cache_value_bytes(CacheType type) { return facts(type).value_bytes; }
 
 // How rotary positions meet the cache. D is head_dim, R is rotary_dim; the first R values of a row are
 // rotated in half-split pairs (i, i + R/2).
@@ -27,7 +37,8 @@ enum class Rotary : int {
 
 // Shapes use B batch, T new tokens, H query heads, G kv heads (H % G == 0), D head_dim, C capacity.
 // The T new rows become rows [past, past + T) of the cache; the query at position past + t sees
-// rows <= past + t.
+// rows <= past + t, and of those, with a window of W > 0 rows and S sinks, only rows < S and rows
+// > past + t - W: itself, the W - 1 rows before it, and the first S.
 struct AttentionParams {
   int64_t batch = 1;
   int64_t tokens = 0;
@@ -42,12 +53,16 @@ struct AttentionParams {
   int64_t rotary_rows = 0;     // P: positions the tables hold
   const float* cos = nullptr;  // [P, R/2]
   const float* sin = nullptr;  // [P, R/2]
+  int64_t window = 0;          // rows a query sees, itself included; 0: all
+  int64_t sinks = 0;           // first rows that every query sees besides; 0 without a window
   CacheType cache_type = CacheType::kFloat16;
   const float* query = nullptr;  // [B, T, H*D]
   const float* key = nullptr;    // [B, T, G*D]; key and value at once when `value` is null
   const float* value = nullptr;  // [B, T, G*D], or null when unified
   void* key_cache = nullptr;     // [B, G, C, D] of cache_type
   void* value_cache = nullptr;   // [B, G, C, D], or null when unified
+  uint16_t* key_scales = nullptr;    // [B, G, C] fp16, or null unless the cache is int8
+  uint16_t* value_scales = nullptr;  // [B, G, C] fp16, or null unless it is int8 and not unified
   float* output = nullptr;       // [B, T, H*D]
 };
 

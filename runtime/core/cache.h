@@ -9,34 +9,57 @@
 
 namespace edge_qkv {
 
-// Where an engine keeps the caches of a session. A tensor is [G, C, D]: the C rows of a kv head lie one
-// after the other. Unified models have one tensor a layer; with a separate V each layer's key cache is
-// followed by its value cache. Does not own the memory.
-struct CacheView {
+// What a model caches for a token. A layer has one tensor of rows (unified) or two (keys, values); with
+// a type that has scales, as many tensors of scales follow.
+struct CacheLayout {
   CacheType type = CacheType::kFloat16;
-  int64_t kv_heads = 0;  // G
-  int64_t capacity = 0;  // C, in tokens
-  int64_t head_dim = 0;  // D
-  std::vector<std::byte*> tensors;
+  int64_t layers = 0;
+  int64_t caches = 1;  // tensors of rows a layer: 1 unified, 2 with a separate V
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
 
-  size_t element_bytes() const { return static_cast<size_t>(cache_value_bytes(type)); }
-  size_t row_bytes() const { return element_bytes() * static_cast<size_t>(head_dim); }
-  size_t head_bytes() const { return row_bytes() * static_cast<size_t>(capacity); }
-  size_t tensor_bytes() const { return head_bytes() * static_cast<size_t>(kv_heads); }
+  int64_t tensors_per_layer() const { return caches * (facts(type).scale_bytes > 0 ? 2 : 1); }
+  int64_t tensors() const { return layers * tensors_per_layer(); }
+  bool holds_scales(int64_t tensor) const { return tensor % tensors_per_layer() >= caches; }
+  // Bytes that a token takes in one kv head of a tensor.
+  size_t row_bytes(int64_t tensor) const {
+    return static_cast<size_t>(holds_scales(tensor) ? facts(type).scale_bytes
+                                                    : facts(type).value_bytes * head_dim);
+  }
   // Bytes that a token takes over all tensors.
-  size_t token_bytes() const { return row_bytes() * static_cast<size_t>(kv_heads) * tensors.size(); }
-  std::byte* row(size_t tensor, int64_t head, int64_t row) const {
-    return tensors[tensor] + static_cast<size_t>(head) * head_bytes() +
-           static_cast<size_t>(row) * row_bytes();
+  int64_t token_bytes() const {
+    return layers * caches * kv_heads * (facts(type).value_bytes * head_dim + facts(type).scale_bytes);
+  }
+};
+
+// Where the caches of a session are. A tensor is [G, C, D], or [G, C] where it holds scales: the C rows
+// of a kv head, a slab, lie one after the other. Does not own the memory.
+struct CacheView {
+  CacheLayout layout;
+  int64_t capacity = 0;             // C, in tokens
+  std::vector<std::byte*> tensors;  // [layers * tensors_per_layer]
+
+  size_t slab_bytes(int64_t tensor) const {
+    return layout.row_bytes(tensor) * static_cast<size_t>(capacity);
+  }
+  size_t tensor_bytes(int64_t tensor) const {
+    return slab_bytes(tensor) * static_cast<size_t>(layout.kv_heads);
+  }
+  std::byte* row(int64_t tensor, int64_t head, int64_t row) const {
+    return tensors[static_cast<size_t>(tensor)] + static_cast<size_t>(head) * slab_bytes(tensor) +
+           static_cast<size_t>(row) * layout.row_bytes(tensor);
   }
 };
 
 // Address space for the tensors of a CacheView. Nothing is in RAM until rows are written: 1,000 tokens
 // of a context of 32,768 cost 1,000 tokens, rounded up to pages.
+//
+// The capacity of the view is `context` rounded up until every slab is whole pages: each can then be
+// mapped from a file, and given back, by itself.
 class CacheMemory {
  public:
   // Throws Error with EQKV_OUT_OF_MEMORY where the address space does not hold it. All sizes >= 1.
-  CacheMemory(CacheType type, int64_t tensors, int64_t kv_heads, int64_t capacity, int64_t head_dim);
+  CacheMemory(const CacheLayout& layout, int64_t context);
   ~CacheMemory();
   CacheMemory(const CacheMemory&) = delete;
   CacheMemory& operator=(const CacheMemory&) = delete;
@@ -55,7 +78,7 @@ class CacheMemory {
 };
 
 // Writes reproducible noise into rows [begin, end) of every tensor: the same values for the same seed,
-// whatever type and capacity the cache has, each +-[0.25, 1).
+// whatever type and capacity the cache has, each +-[0.25, 1); an int8 cache rounds them.
 void fill_with_noise(const CacheView& view, int64_t begin, int64_t end, uint64_t seed);
 
 }  // namespace edge_qkv

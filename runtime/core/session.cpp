@@ -36,7 +36,8 @@ Session::Session(std::shared_ptr<const EngineModel> model, const SessionOptions&
     : model_(std::move(model)),
       context_(checked_context(options.context, model_->info().max_positions)),
       chunk_(checked_chunk(options.prefill_chunk, context_)),
-      state_(model_->open(context_)),
+      memory_(model_->info().cache, context_),
+      state_(model_->open(memory_.view())),
       logits_(static_cast<size_t>(model_->info().vocab_size)),
       next_logits_(logits_.size()) {}
 
@@ -92,7 +93,7 @@ void Session::rewind(int64_t length) {
   if (length == this->length()) return;
   tokens_.resize(static_cast<size_t>(length));
   has_logits_ = false;
-  state_->release(length);
+  memory_.release(length);
 }
 
 void Session::fill(int64_t length, uint64_t seed) {
@@ -106,7 +107,7 @@ void Session::fill(int64_t length, uint64_t seed) {
   check_fits(static_cast<uint64_t>(length - begin));
   tokens_.resize(static_cast<size_t>(length), 0);
   has_logits_ = false;
-  fill_with_noise(state_->cache(), begin, length, seed);
+  fill_with_noise(memory_.view(), begin, length, seed);
 }
 
 void Session::cancel() {

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "cache.h"
 #include "engines/engine.h"
 #include "sampler.h"
 
@@ -38,7 +39,7 @@ class Session {
   void cancel();
 
   const ModelInfo& model() const { return model_->info(); }
-  const EngineState& state() const { return *state_; }
+  const CacheMemory& cache() const { return memory_; }
   int64_t length() const { return static_cast<int64_t>(tokens_.size()); }
   int64_t context() const { return context_; }
   const std::vector<int32_t>& tokens() const { return tokens_; }
@@ -52,7 +53,8 @@ class Session {
   const std::shared_ptr<const EngineModel> model_;
   const int64_t context_;
   const int64_t chunk_;
-  std::unique_ptr<EngineState> state_;
+  CacheMemory memory_;
+  std::unique_ptr<EngineState> state_;  // over memory_
   std::vector<int32_t> tokens_;
   std::vector<float> logits_;       // [vocab_size]
   std::vector<float> next_logits_;  // where the engine writes them: it may stop half-way

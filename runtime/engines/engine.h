@@ -1,8 +1,7 @@
 // What the runtime needs of an inference engine, and no more.
 //
-// A Model is loaded once and read by many threads. A State is one conversation: it owns the caches,
-// because some engines keep them inside the program, and is used by one thread at a time except for
-// `interrupt`.
+// A Model is loaded once and read by many threads. A State evaluates one conversation over caches that
+// the session owns, and is used by one thread at a time except for `interrupt`.
 #pragma once
 
 #include <cstddef>
@@ -14,19 +13,24 @@
 
 namespace edge_qkv {
 
+// How a cached row depends on the position it was written at.
+enum class Positions : int {
+  kNone = 0,             // not at all
+  kLearned = 1,          // through the embedding: it cannot move
+  kRotaryConjugate = 2,  // rotated when written: to move, it is rotated further
+  kRotaryOnRead = 3,     // stored raw
+};
+
 struct ModelInfo {
   const char* engine = "";  // a literal
-  CacheType cache_type = CacheType::kFloat16;
+  CacheLayout cache;
   int64_t vocab_size = 0;
-  int64_t layers = 0;
-  int64_t kv_heads = 0;
-  int64_t head_dim = 0;
-  int64_t caches = 1;  // tensors a layer: 1 unified, 2 with a separate V
   int64_t max_positions = 0;
-
-  int64_t cache_bytes_per_token() const {
-    return layers * caches * kv_heads * head_dim * cache_value_bytes(cache_type);
-  }
+  int64_t window = 0, sinks = 0;  // of the attention, see core/attention.h
+  Positions positions = Positions::kNone;
+  int64_t rotary_dim = 0;     // with rotary positions
+  double rotary_base = 0;     // with rotary positions
+  std::string fingerprint;    // 64 hexadecimal digits: equal only where weights and graph are
 };
 
 class EngineState {
@@ -43,20 +47,14 @@ class EngineState {
   // later one until `resume`.
   virtual void interrupt() noexcept = 0;
   virtual void resume() noexcept = 0;
-
-  virtual const CacheView& cache() const = 0;
-  virtual size_t cache_reserved() const = 0;
-  virtual size_t cache_committed() const = 0;
-  // Rows [length, C) are no longer needed.
-  virtual void release(int64_t length) = 0;
 };
 
 class EngineModel {
  public:
   virtual ~EngineModel() = default;
   virtual const ModelInfo& info() const = 0;
-  // `capacity` in tokens, in [1, max_positions]. The model outlives its states.
-  virtual std::unique_ptr<EngineState> open(int64_t capacity) const = 0;
+  // `cache` has info().cache as its layout. The model and the memory outlive the state.
+  virtual std::unique_ptr<EngineState> open(const CacheView& cache) const = 0;
 };
 
 struct EngineOptions {

@@ -32,7 +32,9 @@ typedef enum eqkv_status {
   EQKV_ENGINE_FAILED = 4,    /* the engine reported an error while running */
   EQKV_CONTEXT_FULL = 5,     /* the tokens do not fit into the session's context */
   EQKV_CANCELLED = 6,        /* eqkv_session_cancel was called */
-  EQKV_OUT_OF_MEMORY = 7
+  EQKV_OUT_OF_MEMORY = 7,
+  EQKV_OVER_BUDGET = 8, /* the memory budget does not hold what was asked for */
+  EQKV_BAD_SNAPSHOT = 9 /* a damaged snapshot, or one of another model */
 } eqkv_status;
 
 typedef struct eqkv_model eqkv_model;
@@ -41,7 +43,7 @@ typedef struct eqkv_session eqkv_session;
 /* ---- library ---- */
 
 /* Version of this interface; grows when it changes incompatibly. */
-#define EQKV_ABI_VERSION 1
+#define EQKV_ABI_VERSION 2
 EQKV_API int eqkv_abi_version(void);
 
 /* Instruction set of the attention kernel: "baseline", "avx2", "avx512", "armv8", "dotprod", "i8mm". */
@@ -60,38 +62,146 @@ typedef struct eqkv_memory_info {
 } eqkv_memory_info;
 EQKV_API eqkv_status eqkv_memory(eqkv_memory_info* info);
 
+/* ---- plan ---- */
+
+/* What a plan has to know of a model. All counts are of one model, bytes are those of its files. */
+typedef struct eqkv_plan_model {
+  size_t struct_size;
+  int64_t layers;
+  int64_t caches; /* cached tensors a layer: 1 unified, 2 with a separate V */
+  int64_t kv_heads;
+  int64_t head_dim;
+  int64_t heads;
+  int64_t width;
+  int64_t mlp_width;
+  int64_t mlp_matrices; /* 2, or 3 with a gate */
+  int64_t vocab_size;
+  int64_t max_positions;
+  uint64_t weight_bytes; /* of the model's files */
+  uint64_t matrix_bytes; /* of these, matrices that the engine repacks for the processor */
+  int32_t weight_bits;   /* of those matrices: 4, 8 or 32 */
+} eqkv_plan_model;
+
+typedef struct eqkv_plan_options {
+  size_t struct_size;
+  uint64_t memory;        /* budget in bytes; 0: none */
+  int64_t context;        /* tokens; 0: the longest that the budget holds, without one max_positions */
+  int64_t prefill_chunk;  /* tokens evaluated at once; 0: 128 */
+  int32_t threads;        /* 0: one for each core */
+  const char* cache_type; /* "fp32", "fp16" or "int8"; null: fp16, or what the package has */
+  int32_t packed;         /* whether the weights are packed for this processor, see eqkv_model_pack */
+} eqkv_plan_options;
+
+/* Bytes beyond what the process has without the runtime. */
+typedef struct eqkv_plan_info {
+  size_t struct_size;
+  int64_t context;            /* tokens planned for */
+  int64_t prefill_chunk;      /* tokens */
+  int32_t threads;
+  const char* cache_type;     /* lives as long as the library */
+  uint64_t weights_file;      /* pages of files: the kernel can drop them and read them again */
+  uint64_t weights_anonymous; /* the engine's own copies */
+  uint64_t cache;             /* at full context */
+  uint64_t workspace;         /* of one evaluation of a prefill chunk */
+  uint64_t engine_file;       /* code of the engine */
+  uint64_t engine_anonymous;  /* its structures and threads */
+  uint64_t expected;          /* the sum of the above: the peak at full context */
+  uint64_t margin;            /* what measurements differ by */
+  uint64_t total;             /* expected + margin: the least budget for this context */
+  uint64_t anonymous;         /* of the total, what no pressure gives back */
+} eqkv_plan_info;
+
+/* Plans from numbers alone. EQKV_OVER_BUDGET when `memory` does not hold it: `plan` is filled in and the
+ * message names what is needed, what is allowed, and which changes would fit. */
+EQKV_API eqkv_status eqkv_plan(const eqkv_plan_model* model, const eqkv_plan_options* options,
+                               eqkv_plan_info* plan);
+
+/* The same for the package at `path`, of which only the description is read. `model`, unless null,
+ * receives what was read. */
+EQKV_API eqkv_status eqkv_plan_package(const char* path, const eqkv_plan_options* options,
+                                       eqkv_plan_info* plan, eqkv_plan_model* model);
+
 /* ---- model ---- */
 
 typedef struct eqkv_model_options {
   size_t struct_size;
   const char* engine_library; /* path of the engine's shared library; null: the system's search path */
   int32_t threads;            /* 0: one for each core */
+  uint64_t memory;            /* budget in bytes for the model and its sessions; 0: none */
+  int64_t context;            /* longest of its sessions, in tokens; 0: the longest the budget holds */
+  int64_t prefill_chunk;      /* largest of its sessions; 0: 128 */
+  const char* packed_weights; /* directory that eqkv_model_pack wrote to; null: none */
+  const char* spill;          /* directory for caches of idle sessions; null: TMPDIR, or /tmp */
 } eqkv_model_options;
 
-/* Opens the package directory (or model file) at `path`. */
+/* Opens the package directory (or model file) at `path`. With a budget, what it cannot hold is refused
+ * with EQKV_OVER_BUDGET before any weight is read; the sessions of the model share it: they evaluate one
+ * at a time, and the caches of those least recently used are moved to files when one needs the room. */
 EQKV_API eqkv_status eqkv_model_open(const char* path, const eqkv_model_options* options,
                                      eqkv_model** model);
+
+/* Writes the weights of the package at `path` to options->packed_weights in the form that the engine
+ * computes with on this processor. A model opened with the same directory then maps them from there:
+ * they load faster and are no anonymous memory. Does nothing where that was done before. */
+EQKV_API eqkv_status eqkv_model_pack(const char* path, const eqkv_model_options* options);
+
 EQKV_API void eqkv_model_close(eqkv_model* model); /* after its sessions are closed */
 
 typedef struct eqkv_model_info {
   size_t struct_size;
   const char* engine;     /* "onnxruntime"; lives as long as the library */
-  const char* cache_type; /* "fp32" or "fp16"; lives as long as the library */
+  const char* cache_type; /* "fp32", "fp16" or "int8"; lives as long as the library */
   int64_t vocab_size;
   int64_t layers;
   int64_t kv_heads;
   int64_t head_dim;
   int64_t max_positions;         /* longest context the model allows */
   int64_t cache_bytes_per_token; /* over all layers */
+  int32_t packed;                /* whether the weights were mapped from packed files */
+  int64_t context;               /* the most that a session may have */
+  char fingerprint[65];          /* hexadecimal digits: equal only where weights and graph are */
 } eqkv_model_info;
 EQKV_API eqkv_status eqkv_model_get_info(const eqkv_model* model, eqkv_model_info* info);
 
+/* How much a trim gives up. What was given up comes back by itself when it is used, at the cost of
+ * reading it, and nothing that a session computes changes. */
+typedef enum eqkv_trim_level {
+  EQKV_TRIM_WORKSPACE = 1, /* buffers between evaluations */
+  EQKV_TRIM_IDLE = 2,      /* and the caches of all sessions but the last used: moved to files */
+  EQKV_TRIM_ALL = 3        /* and that one's cache, and the pages of the weights */
+} eqkv_trim_level;
+
+/* Trims the model and its sessions; those that are being used by another thread are left alone. */
+EQKV_API eqkv_status eqkv_model_trim(eqkv_model* model, eqkv_trim_level level);
+
+/* The level for Android's onTrimMemory(level): UI_HIDDEN (20) is EQKV_TRIM_IDLE, BACKGROUND (40) and
+ * what older systems send under more pressure is EQKV_TRIM_ALL; 0: nothing to do. */
+EQKV_API int eqkv_android_trim_level(int level);
+
+/* Linux: starts a thread that trims the model when memory gets short, until the model is closed.
+ * `cgroup` is the directory of a control group of version 2 (its memory.pressure, memory.current and
+ * memory.high are watched); null: the process's own, or else the whole system's /proc/pressure/memory. */
+EQKV_API eqkv_status eqkv_model_watch_pressure(eqkv_model* model, const char* cgroup);
+
 /* ---- session ---- */
+
+/* What happens when tokens do not fit into the context. */
+typedef enum eqkv_overflow {
+  EQKV_OVERFLOW_ERROR = 0,  /* EQKV_CONTEXT_FULL */
+  EQKV_OVERFLOW_WINDOW = 1, /* all but the first `sinks` and the last `window` tokens are dropped */
+  EQKV_OVERFLOW_SHIFT = 2   /* the oldest `block` tokens are dropped */
+} eqkv_overflow;
 
 typedef struct eqkv_session_options {
   size_t struct_size;
-  int64_t context;       /* capacity in tokens: reserves address space, commits memory as rows arrive */
+  int64_t context;       /* capacity in tokens: reserves address space, commits memory as rows arrive;
+                            0: the most that the model allows, with a budget that of the budget */
   int64_t prefill_chunk; /* tokens evaluated at once; 0: 128 */
+  int32_t overflow;      /* eqkv_overflow. Dropped tokens are forgotten and the ones after them move up:
+                            refused for learned positions, where a cached row cannot move */
+  int64_t sinks;         /* with EQKV_OVERFLOW_WINDOW; 0: none */
+  int64_t window;        /* with EQKV_OVERFLOW_WINDOW; 0: half of the context */
+  int64_t block;         /* with EQKV_OVERFLOW_SHIFT; 0: a quarter of the context */
 } eqkv_session_options;
 
 EQKV_API eqkv_status eqkv_session_open(eqkv_model* model, const eqkv_session_options* options,
@@ -100,7 +210,8 @@ EQKV_API void eqkv_session_close(eqkv_session* session); /* not during another c
 
 /* Appends tokens (prefill or decode) and keeps the logits that follow the last one. When `logits` is not
  * null it receives the logits of every new token, [count, vocab_size]. A prompt that does not fit is
- * refused as a whole; after EQKV_CANCELLED the chunks already evaluated stay. */
+ * refused as a whole, unless the session's overflow option says what to drop; after EQKV_CANCELLED the
+ * chunks already evaluated stay. */
 EQKV_API eqkv_status eqkv_session_evaluate(eqkv_session* session, const int32_t* tokens, size_t count,
                                            float* logits);
 
@@ -128,6 +239,27 @@ EQKV_API eqkv_status eqkv_session_sample(eqkv_session* session, int32_t* token);
 /* Forgets all but the first `length` tokens. The next evaluate goes on from there. */
 EQKV_API eqkv_status eqkv_session_rewind(eqkv_session* session, int64_t length);
 
+/* Keeps the first tokens that the session has in common with `tokens` and forgets the rest; `kept`
+ * receives their number. Evaluate tokens + kept to go on: a prompt that shares its beginning with the
+ * last one is not evaluated again. At least one token is left to evaluate, unless the session holds
+ * exactly `tokens` and their logits. */
+EQKV_API eqkv_status eqkv_session_match(eqkv_session* session, const int32_t* tokens, size_t count,
+                                        int64_t* kept);
+
+/* Opens a session with the same options, tokens and logits (not the sampler). The cache is not copied:
+ * both share its pages, and each gets its own copy of those that it changes. */
+EQKV_API eqkv_status eqkv_session_fork(eqkv_session* session, eqkv_session** fork);
+
+/* Writes tokens, cache and logits to the file `path`, which is replaced only when all is on the disk.
+ * The format is described in runtime/core/snapshot.md. */
+EQKV_API eqkv_status eqkv_session_save(eqkv_session* session, const char* path);
+
+/* Puts the session into the state that was saved: the cache is mapped from the file, nothing is
+ * evaluated again. The file must have been saved by the same model, with the same cache type, and its
+ * tokens must fit into the context: else EQKV_BAD_SNAPSHOT and the session is as before. Do not change
+ * the file in place afterwards; saving over it is no such change. */
+EQKV_API eqkv_status eqkv_session_restore(eqkv_session* session, const char* path);
+
 /* Stops the evaluate that is running, or else the next one. Safe from any thread. */
 EQKV_API void eqkv_session_cancel(eqkv_session* session);
 
@@ -138,6 +270,11 @@ EQKV_API eqkv_status eqkv_session_fill(eqkv_session* session, int64_t length, ui
 /* Tokens in the cache. */
 EQKV_API eqkv_status eqkv_session_length(const eqkv_session* session, int64_t* length);
 
+/* The tokens in the cache, in order: at most `capacity` of them go to `tokens`; `count` receives how many
+ * there are. */
+EQKV_API eqkv_status eqkv_session_tokens(const eqkv_session* session, int32_t* tokens, size_t capacity,
+                                         size_t* count);
+
 typedef struct eqkv_session_info {
   size_t struct_size;
   int64_t length;           /* tokens in the cache */
@@ -145,6 +282,7 @@ typedef struct eqkv_session_info {
   uint64_t cache_used;      /* bytes of the rows written */
   uint64_t cache_committed; /* bytes of the cache in RAM, from the kernel */
   uint64_t cache_reserved;  /* bytes of the cache at full context */
+  int64_t dropped;          /* tokens that the overflow option has dropped so far */
 } eqkv_session_info;
 /* Asks the kernel about every page of the cache: milliseconds for a cache of gigabytes. */
 EQKV_API eqkv_status eqkv_session_get_info(const eqkv_session* session, eqkv_session_info* info);

@@ -25,8 +25,7 @@ struct Probe {
 // there) mod vocabulary, read back from the cache.
 class FakeState : public EngineState {
  public:
-  FakeState(int64_t capacity, Probe& probe)
-      : probe_(probe), memory_(CacheType::kFloat32, 1, 1, capacity, 1) {}
+  FakeState(const CacheView& cache, Probe& probe) : probe_(probe), cache_(cache) {}
 
   void forward(const int32_t* tokens, size_t count, int64_t past, size_t logit_rows,
                float* logits) override {
@@ -36,7 +35,7 @@ class FakeState : public EngineState {
     while (probe_.wait && !interrupted_) std::this_thread::yield();
     if (interrupted_) throw Error(EQKV_ENGINE_FAILED, "interrupted");
     if (probe_.fail_after-- == 0) throw Error(EQKV_ENGINE_FAILED, "broken");
-    auto* rows = reinterpret_cast<float*>(memory_.view().tensors[0]);
+    auto* rows = reinterpret_cast<float*>(cache_.tensors[0]);
     for (size_t i = 0; i < count; ++i)
       rows[static_cast<size_t>(past) + i] = static_cast<float>(tokens[i]);
     std::memset(logits, 0, logit_rows * kVocab * sizeof *logits);
@@ -50,14 +49,10 @@ class FakeState : public EngineState {
 
   void interrupt() noexcept override { interrupted_ = true; }
   void resume() noexcept override { interrupted_ = false; }
-  const CacheView& cache() const override { return memory_.view(); }
-  size_t cache_reserved() const override { return memory_.reserved_bytes(); }
-  size_t cache_committed() const override { return memory_.committed_bytes(); }
-  void release(int64_t length) override { memory_.release(length); }
 
  private:
   Probe& probe_;
-  CacheMemory memory_;
+  const CacheView cache_;
   std::atomic<bool> interrupted_{false};
 };
 
@@ -66,12 +61,11 @@ class FakeModel : public EngineModel {
   FakeModel() {
     info_.vocab_size = kVocab;
     info_.max_positions = kMaxPositions;
-    info_.layers = info_.kv_heads = info_.head_dim = 1;
-    info_.cache_type = CacheType::kFloat32;
+    info_.cache = {CacheType::kFloat32, 1, 1, 1, 1};
   }
   const ModelInfo& info() const override { return info_; }
-  std::unique_ptr<EngineState> open(int64_t capacity) const override {
-    return std::make_unique<FakeState>(capacity, probe);
+  std::unique_ptr<EngineState> open(const CacheView& cache) const override {
+    return std::make_unique<FakeState>(cache, probe);
   }
   mutable Probe probe;
 
@@ -253,7 +247,7 @@ TEST(fill, "fill writes rows and a history of zeros") {
   f.evaluate({1, 2});
   f.session.fill(50, 3);
   EXPECT(f.session.length() == 50 && f.session.tokens()[1] == 2 && f.session.tokens()[49] == 0);
-  const auto* rows = reinterpret_cast<const float*>(f.session.state().cache().tensors[0]);
+  const auto* rows = reinterpret_cast<const float*>(f.session.cache().view().tensors[0]);
   EXPECT(rows[1] == 2 && rows[2] != 0 && rows[49] != 0 && rows[50] == 0);
   EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "evaluate a token", f.session.logits());
   EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "already holds 50", f.session.fill(49, 3));

@@ -11,8 +11,8 @@ class Model : public EngineModel {
  public:
   explicit Model(LoadedGraph graph) : graph_(std::move(graph)) {}
   const ModelInfo& info() const override { return graph_.info; }
-  std::unique_ptr<EngineState> open(int64_t capacity) const override {
-    return std::make_unique<State>(graph_, capacity);
+  std::unique_ptr<EngineState> open(const CacheView& cache) const override {
+    return std::make_unique<State>(graph_, cache);
   }
 
  private:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstdlib>
 #include <map>
 
@@ -10,7 +11,7 @@
 namespace edge_qkv::ort {
 namespace {
 
-constexpr int64_t kFormat = 1;
+constexpr int64_t kFormat = 2;
 constexpr int64_t kAny = -1;  // a dimension that is not fixed in the graph
 
 struct TensorType {
@@ -29,18 +30,34 @@ class GraphReader {
     throw Error(EQKV_BAD_PACKAGE, path_ + ": " + why);
   }
 
-  // The metadata `key`, an integer in [1, most].
-  int64_t number(const std::string& key, int64_t most) const {
-    const std::string text = metadata(key);
-    if (text.empty()) refuse("is not an edge-qkv model: it has no metadata edge_qkv." + key + ".");
+  // The metadata `key`, an integer in [least, most].
+  int64_t number(const std::string& key, int64_t most, int64_t least = 1) const {
+    const std::string text = required(key);
     char* end = nullptr;
     errno = 0;
     const long long value = std::strtoll(text.c_str(), &end, 10);
-    if (errno != 0 || *end != '\0' || value < 1 || value > most) {
-      refuse("its metadata edge_qkv." + key + " is \"" + printable(text) +
-             "\", not a number from 1 to " + std::to_string(most) + ".");
+    if (errno != 0 || *end != '\0' || value < least || value > most) {
+      refuse("its metadata edge_qkv." + key + " is \"" + printable(text) + "\", not a number from " +
+             std::to_string(least) + " to " + std::to_string(most) + ".");
     }
     return value;
+  }
+
+  // The metadata `key`, as an index into `choices`.
+  template <size_t N>
+  int choice(const std::string& key, const char* const (&choices)[N]) const {
+    const std::string text = required(key);
+    for (size_t i = 0; i < N; ++i) {
+      if (text == choices[i]) return static_cast<int>(i);
+    }
+    refuse("its metadata edge_qkv." + key + " is \"" + printable(text) +
+           "\", which this version does not know.");
+  }
+
+  std::string required(const std::string& key) const {
+    const std::string text = metadata(key);
+    if (text.empty()) refuse("is not an edge-qkv model: it has no metadata edge_qkv." + key + ".");
+    return text;
   }
 
   std::string metadata(const std::string& key) const {
@@ -130,6 +147,7 @@ void check_tensor(const GraphReader& graph, const std::map<std::string, TensorTy
 
 void check_format(const GraphReader& graph) {
   const int64_t format = graph.number("format", 1'000'000);
+  if (format < kFormat) graph.refuse("was written by an older edge-qkv; export the model again.");
   if (format > kFormat) {
     graph.refuse("was written by a newer edge-qkv (format " + std::to_string(format) +
                  ", this one reads " + std::to_string(kFormat) +
@@ -139,21 +157,34 @@ void check_format(const GraphReader& graph) {
 
 ModelInfo read_metadata(const GraphReader& graph) {
   check_format(graph);
+  constexpr const char* kTypes[] = {"fp32", "fp16", "int8"};                              // CacheType
+  constexpr const char* kPositions[] = {"none", "learned", "rotary-conjugate", "rotary-on-read"};
   ModelInfo info;
   info.engine = "onnxruntime";
   // Bounds far above any model that exists, and far below what overflows.
   info.vocab_size = graph.number("vocab_size", 1 << 24);
-  info.layers = graph.number("layers", 1 << 12);
-  info.kv_heads = graph.number("kv_heads", 1 << 12);
-  info.head_dim = graph.number("head_dim", 1 << 16);
-  info.caches = graph.number("caches", 2);
   info.max_positions = graph.number("max_positions", int64_t{1} << 31);
-  const std::string type = graph.metadata("cache_type");
-  if (type != "fp32" && type != "fp16") {
-    graph.refuse("its metadata edge_qkv.cache_type is \"" + GraphReader::printable(type) +
-                 "\", not fp32 or fp16.");
+  info.cache.type = static_cast<CacheType>(graph.choice("cache_type", kTypes));
+  info.cache.layers = graph.number("layers", 1 << 12);
+  info.cache.caches = graph.number("caches", 2);
+  info.cache.kv_heads = graph.number("kv_heads", 1 << 12);
+  info.cache.head_dim = graph.number("head_dim", 1 << 16);
+  info.window = graph.number("window", info.max_positions, 0);
+  info.sinks = graph.number("sinks", info.max_positions, 0);
+  info.positions = static_cast<Positions>(graph.choice("positions", kPositions));
+  info.rotary_dim = graph.number("rotary_dim", info.cache.head_dim, 0);
+  info.rotary_base = std::strtod(graph.required("rotary_base").c_str(), nullptr);
+  const bool rotary =
+      info.positions == Positions::kRotaryConjugate || info.positions == Positions::kRotaryOnRead;
+  if (rotary && !(info.rotary_dim >= 2 && info.rotary_dim % 2 == 0 && info.rotary_base > 1 &&
+                  std::isfinite(info.rotary_base))) {
+    graph.refuse("its metadata edge_qkv.rotary_dim and edge_qkv.rotary_base are no rotation.");
   }
-  info.cache_type = type == "fp32" ? CacheType::kFloat32 : CacheType::kFloat16;
+  info.fingerprint = graph.required("fingerprint");
+  if (info.fingerprint.size() != 64 ||
+      info.fingerprint.find_first_not_of("0123456789abcdef") != std::string::npos) {
+    graph.refuse("its metadata edge_qkv.fingerprint is not 64 hexadecimal digits.");
+  }
   return info;
 }
 
@@ -161,12 +192,18 @@ ModelInfo read_metadata(const GraphReader& graph) {
 
 GraphNames graph_names(const ModelInfo& info) {
   GraphNames names{{"input_ids", "past", "logit_rows"}, {"logits"}};
-  for (int64_t layer = 0; layer < info.layers; ++layer) {
+  std::vector<std::string> kinds = info.cache.caches == 1 ? std::vector<std::string>{"kv"}
+                                                          : std::vector<std::string>{"key", "value"};
+  if (info.cache.holds_scales(info.cache.caches)) {
+    for (int64_t i = 0; i < info.cache.caches; ++i) {
+      kinds.push_back(kinds[static_cast<size_t>(i)] + "_scale");
+    }
+  }
+  for (int64_t layer = 0; layer < info.cache.layers; ++layer) {
     const std::string suffix = "." + std::to_string(layer);
-    for (const char* cache :
-         info.caches == 1 ? std::vector<const char*>{"kv"} : std::vector<const char*>{"key", "value"}) {
-      names.inputs.push_back(cache + suffix);
-      names.outputs.push_back(cache + ("_out" + suffix));
+    for (const std::string& kind : kinds) {
+      names.inputs.push_back(kind + suffix);
+      names.outputs.push_back(kind + "_out" + suffix);
     }
   }
   return names;
@@ -181,15 +218,18 @@ ModelInfo read_model_info(const Library& library, OrtSession* session, const std
     graph.refuse("its graph has " + std::to_string(inputs.size()) + " inputs instead of " +
                  std::to_string(names.inputs.size()) + ".");
   }
-  const int cache_element = info.cache_type == CacheType::kFloat32 ? kFloat : kFloat16;
-  const TensorType cache{cache_element, {1, info.kv_heads, kAny, info.head_dim}};
+  const CacheLayout& layout = info.cache;
+  const TensorType rows{element_type(layout.type), {1, layout.kv_heads, kAny, layout.head_dim}};
+  const TensorType scales{kFloat16, {1, layout.kv_heads, kAny}};
   check_tensor(graph, inputs, "input_ids", {kInt64, {1, kAny}});
   check_tensor(graph, inputs, "past", {kInt64, {}});
   check_tensor(graph, inputs, "logit_rows", {kInt64, {kAny}});
   check_tensor(graph, outputs, "logits", {kFloat, {1, kAny, info.vocab_size}});
-  for (size_t i = kPlainInputs; i < names.inputs.size(); ++i) {
-    check_tensor(graph, inputs, names.inputs[i], cache);
-    check_tensor(graph, outputs, names.outputs[i - kPlainInputs + kPlainOutputs], cache);
+  for (int64_t i = 0; i < layout.tensors(); ++i) {
+    const TensorType& cache = layout.holds_scales(i) ? scales : rows;
+    const size_t at = static_cast<size_t>(i);
+    check_tensor(graph, inputs, names.inputs[kPlainInputs + at], cache);
+    check_tensor(graph, outputs, names.outputs[kPlainOutputs + at], cache);
   }
   return info;
 }

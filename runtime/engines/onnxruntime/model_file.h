@@ -10,15 +10,22 @@
 
 namespace edge_qkv::ort {
 
-// The graph's contract, format version 1:
+// The graph's contract, format version 2:
 //   inputs  input_ids int64 [1, T]; past int64 []; logit_rows int64 [R]; caches [1, G, C, D]
 //   outputs logits float [1, R, V]; each cache again, "_out" before the dot
-// with caches kv.{i} (unified) or key.{i} and value.{i}, i in [0, layers), and its numbers in the
-// metadata: edge_qkv.format, vocab_size, layers, kv_heads, head_dim, caches, max_positions, cache_type.
+// with caches kv.{i} (unified) or key.{i}, value.{i}, i in [0, layers); after them, where the cache is
+// int8, their scales [1, G, C] fp16: kv_scale.{i} or key_scale.{i}, value_scale.{i}. Its numbers are in
+// the metadata, each key after "edge_qkv.": format, vocab_size, layers, kv_heads, head_dim, caches,
+// max_positions, cache_type, window, sinks, positions, rotary_dim, rotary_base, fingerprint.
 struct GraphNames {
   std::vector<std::string> inputs;   // input_ids, past, logit_rows, caches
   std::vector<std::string> outputs;  // logits, caches
 };
+
+// ONNX's element type of a cache's values.
+constexpr int element_type(CacheType type) {
+  return type == CacheType::kFloat32 ? kFloat : type == CacheType::kFloat16 ? kFloat16 : kInt8;
+}
 
 // Number of inputs before the caches, and of outputs.
 constexpr size_t kPlainInputs = 3, kPlainOutputs = 1;

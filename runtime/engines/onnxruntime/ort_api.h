@@ -39,7 +39,7 @@ struct ApiBase {
 };
 
 // ONNXTensorElementDataType
-constexpr int kUndefined = 0, kFloat = 1, kInt64 = 7, kFloat16 = 10;
+constexpr int kUndefined = 0, kFloat = 1, kInt8 = 3, kInt64 = 7, kFloat16 = 10;
 // OrtErrorCode
 constexpr int kFail = 1, kInvalidArgument = 2;
 // OrtLoggingLevel, ExecutionMode, OrtAllocatorType, OrtMemType

@@ -6,11 +6,9 @@
 
 namespace edge_qkv::ort {
 
-State::State(const LoadedGraph& graph, int64_t capacity)
+State::State(const LoadedGraph& graph, const CacheView& cache)
     : graph_(graph),
       api_(graph.library.api()),
-      memory_(graph.info.cache_type, graph.info.layers * graph.info.caches, graph.info.kv_heads,
-              capacity, graph.info.head_dim),
       memory_info_(make_handle<OrtMemoryInfo>(
           api_.ReleaseMemoryInfo,
           [&](auto** out) { check(api_.CreateCpuMemoryInfo(kDeviceAllocator, kMemTypeDefault, out)); })),
@@ -22,11 +20,12 @@ State::State(const LoadedGraph& graph, int64_t capacity)
   for (const std::string& name : graph.names.outputs) output_names_.push_back(name.c_str());
   inputs_.resize(kPlainInputs);
   outputs_.resize(kPlainOutputs);
-  const CacheView& view = memory_.view();
-  const std::vector<int64_t> shape = {1, view.kv_heads, view.capacity, view.head_dim};
-  const int type = view.type == CacheType::kFloat32 ? kFloat : kFloat16;
-  for (std::byte* data : view.tensors) {
-    caches_.push_back(tensor(data, view.tensor_bytes(), shape, type));
+  const CacheLayout& layout = cache.layout;
+  for (int64_t i = 0; i < layout.tensors(); ++i) {
+    std::vector<int64_t> shape = {1, layout.kv_heads, cache.capacity};
+    if (!layout.holds_scales(i)) shape.push_back(layout.head_dim);
+    caches_.push_back(tensor(cache.tensors[static_cast<size_t>(i)], cache.tensor_bytes(i), shape,
+                             layout.holds_scales(i) ? kFloat16 : element_type(layout.type)));
     // The same value in and out: the operator sees one pointer and appends in place.
     inputs_.push_back(caches_.back().get());
     outputs_.push_back(caches_.back().get());

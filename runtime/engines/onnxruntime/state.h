@@ -21,16 +21,12 @@ struct LoadedGraph {
 
 class State : public EngineState {
  public:
-  State(const LoadedGraph& graph, int64_t capacity);
+  State(const LoadedGraph& graph, const CacheView& cache);
 
   void forward(const int32_t* tokens, size_t count, int64_t past, size_t logit_rows,
                float* logits) override;
   void interrupt() noexcept override;
   void resume() noexcept override;
-  const CacheView& cache() const override { return memory_.view(); }
-  size_t cache_reserved() const override { return memory_.reserved_bytes(); }
-  size_t cache_committed() const override { return memory_.committed_bytes(); }
-  void release(int64_t length) override { memory_.release(length); }
 
  private:
   Handle<OrtValue> tensor(void* data, size_t bytes, const std::vector<int64_t>& shape, int type) const;
@@ -38,10 +34,9 @@ class State : public EngineState {
 
   const LoadedGraph& graph_;
   const Api& api_;
-  CacheMemory memory_;
   Handle<OrtMemoryInfo> memory_info_;
   Handle<OrtRunOptions> run_options_;
-  std::vector<Handle<OrtValue>> caches_;  // over memory_
+  std::vector<Handle<OrtValue>> caches_;  // over the session's memory
   std::vector<int64_t> ids_, rows_;       // [T], [R] of the call
   // Arguments of Run: names once, values with the caches in place and the rest set by each call.
   std::vector<const char*> input_names_, output_names_;
