@@ -13,7 +13,7 @@ from pathlib import Path
 import edge_qkv
 from edge_qkv.errors import Cancelled, ContextFull, EdgeQKVError, InputError
 
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 # eqkv_status -> the exception it becomes.
