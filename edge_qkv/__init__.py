@@ -7,8 +7,10 @@ for piece in Session("package").generate("To be, or"):
 
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import Cancelled, ContextFull, EdgeQKVError, InputError
+from edge_qkv.loaded import Model, pack
 from edge_qkv.package import Package
-from edge_qkv.session import Model, Sampling, Session
+from edge_qkv.sampling import Sampling
+from edge_qkv.session import Session
 
 __all__ = [
     "Cancelled",
@@ -20,5 +22,6 @@ __all__ = [
     "Package",
     "Sampling",
     "Session",
+    "pack",
 ]
 __version__ = "0.1.0"

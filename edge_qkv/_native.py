@@ -25,6 +25,8 @@ _ERRORS = {
     5: ContextFull,
     6: Cancelled,
     7: EdgeQKVError,
+    8: InputError,  # over budget
+    9: InputError,  # bad snapshot
 }
 
 
@@ -64,7 +66,15 @@ class ModelInfo(_Struct):
 
 
 class SessionOptions(_Struct):
-    _fields_ = [("struct_size", c_size_t), ("context", c_int64), ("prefill_chunk", c_int64)]
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("context", c_int64),
+        ("prefill_chunk", c_int64),
+        ("overflow", c_int32),
+        ("sinks", c_int64),
+        ("window", c_int64),
+        ("block", c_int64),
+    ]
 
 
 class SamplerOptions(_Struct):
@@ -88,6 +98,7 @@ class SessionInfo(_Struct):
         ("cache_used", c_uint64),
         ("cache_committed", c_uint64),
         ("cache_reserved", c_uint64),
+        ("dropped", c_int64),
     ]
 
 
@@ -96,12 +107,19 @@ _FUNCTIONS = {
     "eqkv_memory": [POINTER(MemoryInfo)],
     "eqkv_model_open": [c_char_p, POINTER(ModelOptions), POINTER(c_void_p)],
     "eqkv_model_get_info": [c_void_p, POINTER(ModelInfo)],
+    "eqkv_model_trim": [c_void_p, c_int],
+    "eqkv_model_watch_pressure": [c_void_p, c_char_p],
     "eqkv_session_open": [c_void_p, POINTER(SessionOptions), POINTER(c_void_p)],
     "eqkv_session_evaluate": [c_void_p, POINTER(c_int32), c_size_t, POINTER(c_float)],
     "eqkv_session_logits": [c_void_p, POINTER(POINTER(c_float))],
     "eqkv_session_set_sampler": [c_void_p, POINTER(SamplerOptions)],
     "eqkv_session_sample": [c_void_p, POINTER(c_int32)],
     "eqkv_session_rewind": [c_void_p, c_int64],
+    "eqkv_session_match": [c_void_p, POINTER(c_int32), c_size_t, POINTER(c_int64)],
+    "eqkv_session_fork": [c_void_p, POINTER(c_void_p)],
+    "eqkv_session_save": [c_void_p, c_char_p],
+    "eqkv_session_restore": [c_void_p, c_char_p],
+    "eqkv_session_tokens": [c_void_p, POINTER(c_int32), c_size_t, POINTER(c_size_t)],
     "eqkv_session_fill": [c_void_p, c_int64, c_uint64],
     "eqkv_session_length": [c_void_p, POINTER(c_int64)],
     "eqkv_session_get_info": [c_void_p, POINTER(SessionInfo)],

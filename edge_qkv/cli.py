@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import secrets
 import signal
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
-from edge_qkv import __version__, files
+from edge_qkv import __version__, run_command
 from edge_qkv.config import CACHE_BYTES, POSITIONS, QUERY
-from edge_qkv.errors import Cancelled, ContextFull, EdgeQKVError, InputError
+from edge_qkv.errors import Cancelled, EdgeQKVError, InputError
 
 _EXAMPLES = """\
 examples:
@@ -76,130 +75,6 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f"\nrun it: edge-qkv run {arguments.output} {prompt}")
 
 
-def _run(arguments: argparse.Namespace) -> None:
-    from edge_qkv.session import Sampling, Session
-    from edge_qkv.text import until_stop
-
-    if arguments.stats and not (arguments.stats.parent.is_dir() and not arguments.stats.is_dir()):
-        raise InputError(f"--stats {arguments.stats}: is not a file in an existing directory")
-    if arguments.seed is None:
-        arguments.seed = secrets.randbits(32)  # drawn here, so that a good result can be told how to repeat
-    sampling = Sampling(**{f.name: getattr(arguments, f.name) for f in fields(Sampling)})
-    prompt = _prompt(arguments)
-    with Session(
-        arguments.package,
-        context=arguments.context,
-        prefill_chunk=arguments.prefill_chunk,
-        threads=arguments.threads,
-        verify=not arguments.no_verify,
-    ) as session:
-        progress = _prefill_progress if sys.stderr.isatty() else None
-        if isinstance(prompt, str):
-            pieces = session.generate(prompt, arguments.max_tokens, sampling, arguments.stop, progress)
-            echo = prompt
-        else:
-            ids = session.generate_tokens(prompt, arguments.max_tokens, sampling, progress)
-            pieces = until_stop((f"{i} " for i in ids), arguments.stop)
-            echo = ""
-        try:
-            if not arguments.json:
-                print(echo, end="", flush=True)
-            text = []
-            full = None
-            for piece in pieces:
-                text.append(piece)
-                if not arguments.json:
-                    print(piece, end="", flush=True)
-        except ContextFull as error:
-            if not session.timing.decode_tokens:
-                raise
-            full = error  # what was written up to here is the user's
-        finally:
-            if not arguments.json:
-                print(flush=True)
-        written = session.tokens[session.timing.prefill_tokens :]
-        finish = "context" if full else "max_tokens" if len(written) >= arguments.max_tokens else "stop"
-        figures = {"seed": arguments.seed, "finish": finish} | _figures(session)
-        if arguments.json:
-            print(json.dumps({"text": "".join(text), "tokens": written, "figures": figures}, indent=2))
-        if arguments.stats:
-            _write_stats(arguments.stats, figures)
-        if full:
-            raise full
-        if not arguments.quiet and not arguments.json:
-            print(_figures_line(figures), file=sys.stderr)
-            trained = session.model.config.trained_context
-            if trained and len(session.tokens) > trained:
-                print(
-                    f"[the model was trained on {trained} tokens at once and loses its thread after]", file=sys.stderr
-                )
-
-
-def _write_stats(path: Path, figures: dict) -> None:
-    if path.exists() and not path.is_file():  # a terminal, a pipe: written to, not replaced
-        path.write_bytes(files.to_json(figures))
-    else:
-        files.write_json(path.resolve(), figures)
-
-
-def _prompt(arguments: argparse.Namespace) -> str | list[int]:
-    if arguments.tokens is not None:
-        words = arguments.tokens.replace(",", " ").split()
-        bad = next((w for w in words if not (w.isascii() and w.isdigit() and len(w) < 10)), None)
-        if bad is not None:
-            raise InputError(f"--tokens: {bad[:40]!r} is no token id; give whole numbers separated by commas")
-        return [int(w) for w in words]
-    if arguments.prompt is not None:
-        return arguments.prompt
-    if arguments.prompt_file not in (None, Path("-")):
-        return files.read_text(arguments.prompt_file, "--prompt-file")
-    if arguments.prompt_file is None and sys.stdin.isatty():
-        raise InputError("no prompt; give --prompt TEXT, --prompt-file FILE or --tokens IDS, or pipe text in")
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"the prompt must be UTF-8 text (byte {error.start} is not)") from None
-
-
-def _figures(session) -> dict:
-    timing = session.timing
-    rate = lambda tokens, seconds: round(tokens / seconds, 2) if seconds else None  # noqa: E731
-    return {
-        "isa": _isa(),
-        "context": session.context,
-        "tokens": len(session.tokens),
-        "prefill_tokens_per_second": rate(timing.prefill_tokens, timing.prefill_seconds),
-        "decode_tokens_per_second": rate(timing.decode_tokens, timing.decode_seconds),
-        "weight_bytes": session.model.package.weight_bytes,
-        "memory": session.memory(),
-    } | {"timing": asdict(timing)}
-
-
-def _isa() -> str:
-    from edge_qkv._native import library
-
-    return library().eqkv_isa().decode()
-
-
-def _figures_line(figures: dict) -> str:
-    from edge_qkv.tables import size
-
-    timing, memory = figures["timing"], figures["memory"]
-    return (
-        f"[seed {figures['seed']}; "
-        f"prefill {timing['prefill_tokens']} tokens, {figures['prefill_tokens_per_second']} tokens/s; "
-        f"decode {timing['decode_tokens']} tokens, {figures['decode_tokens_per_second']} tokens/s; "
-        f"cache {size(memory['cache_used'])} of {size(memory['cache_reserved'])}; "
-        f"peak memory {size(memory['peak_resident'])}]"
-    )
-
-
-def _prefill_progress(done: int, total: int) -> None:
-    if total > 512:
-        end = "\r" if done < total else "\r\033[K"
-        print(f"\rprefill {done:,} of {total:,} tokens", end=end, file=sys.stderr, flush=True)
-
-
 def _inspect(arguments: argparse.Namespace) -> None:
     from edge_qkv.inspection import describe, inspect
 
@@ -259,7 +134,8 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     _add_export(command("export", _export, "Export a checkpoint to a model package and compare the two."))
-    _add_run(command("run", _run, "Run a package: the text that follows a prompt, as it is written."))
+    added = command("run", run_command.run, "Run a package: the text that follows a prompt, as it is written.")
+    run_command.add_arguments(added)
     added = command("inspect", _inspect, "Show config, sizes and cache table of a checkpoint or package.")
     added.add_argument("path", help="package, checkpoint, or random:PRESET such as random:1.2B/Q-MQA")
     added.add_argument("--json", action="store_true", help="print JSON")
@@ -284,33 +160,6 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     add("--parity-text", type=Path, help="held-out text to compare on; default: the checkpoint's own, or random tokens")
     add("--no-parity", action="store_true", help="skip the comparison with the checkpoint")
     add("--json", action="store_true", help="print the manifest as JSON")
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    from edge_qkv.session import DEFAULT_CHUNK, Sampling
-
-    add = parser.add_argument
-    add("package", help="directory written by edge-qkv export")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="text to go on from")
-    source.add_argument("--prompt-file", type=Path, help="file with the prompt; - or none: standard input")
-    source.add_argument("--tokens", help="prompt as token ids, e.g. 12,7,99; the output is ids as well")
-    add("--max-tokens", type=int, default=256, help="tokens to write at most")
-    add("--context", type=int, help="capacity in tokens; default: 4096 or the model's limit, if lower")
-    add("--temperature", type=float, default=Sampling.temperature, help="0: always the likeliest token")
-    add("--top-k", type=int, default=Sampling.top_k, help="choose among the k likeliest; 0: off")
-    add("--top-p", type=float, default=Sampling.top_p, help="smallest set with this probability; 1: off")
-    add("--min-p", type=float, default=Sampling.min_p, help="drop tokens below this share of the likeliest; 0: off")
-    add("--repetition-penalty", type=float, default=Sampling.repetition_penalty, help="above 1: fewer repeats")
-    add("--repetition-window", type=int, default=Sampling.repetition_window, help="tokens it looks back; 0: all")
-    add("--seed", type=int, help="same seed, same text; default: a new one each time")
-    add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
-    add("--threads", type=int, default=0, help="0: one for each core")
-    add("--prefill-chunk", type=int, default=DEFAULT_CHUNK, help="prompt tokens evaluated at once")
-    add("--no-verify", action="store_true", help="do not check the files' SHA-256 before loading")
-    add("--json", action="store_true", help="print one JSON object at the end instead of streaming")
-    add("--stats", type=Path, metavar="FILE", help="write speed and memory as JSON")
-    add("--quiet", action="store_true", help="no closing line with speed and memory")
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:

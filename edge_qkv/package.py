@@ -69,8 +69,19 @@ class Package:
         if not isinstance(stops, list) or not isinstance(parity, (dict, type(None))):
             raise InputError(f"{manifest_file}: has stop_tokens or parity of the wrong type; export the package again")
         for name, facts in listed.items():
-            _check_file(path, name, facts, verify)
-        return cls(path, manifest, config)
+            _check_file(path, name, facts)
+        package = cls(path, manifest, config)
+        if verify:
+            package.verify()
+        return package
+
+    def verify(self) -> None:
+        """Reads every file and compares its SHA-256; raises `InputError` naming the one that is damaged."""
+        for name, facts in self.manifest["files"].items():
+            if files.sha256(self.path / name) != facts.get("sha256"):
+                raise InputError(
+                    f"{self.path / name}: is damaged (its SHA-256 differs); copy the package again or export it again"
+                )
 
     @property
     def tokenizer_file(self) -> Path | None:
@@ -148,7 +159,7 @@ def stop_tokens(tokenizer) -> list[int]:
     return sorted(i for name in _END_TOKENS if (i := tokenizer.token_to_id(name)) is not None)
 
 
-def _check_file(folder: Path, name: str, facts: Any, verify: bool) -> None:
+def _check_file(folder: Path, name: str, facts: Any) -> None:
     file = folder / str(name)
     if Path(name).name != name or name in ("", ".", ".."):
         raise InputError(f"{folder / MANIFEST}: lists {name!r}, which is not a plain file name; export it again")
@@ -161,5 +172,3 @@ def _check_file(folder: Path, name: str, facts: Any, verify: bool) -> None:
             f"{file}: has {file.stat().st_size:,} bytes, not {facts['bytes']:,}; "
             "copy the package again or export it again"
         )
-    if verify and files.sha256(file) != facts.get("sha256"):
-        raise InputError(f"{file}: is damaged (its SHA-256 differs); copy the package again or export it again")

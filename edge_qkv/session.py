@@ -1,4 +1,4 @@
-"""Models and sessions: a thin layer over the C ABI that adds text.
+"""Sessions: a thin layer over the C ABI that adds text.
 
 A `Model` is loaded once; each `Session` on it is one conversation with its own cache. A session is used by
 one thread at a time, `cancel` excepted; sessions of one model may run in parallel.
@@ -6,11 +6,9 @@ one thread at a time, `cancel` excepted; sessions of one model may run in parall
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -20,113 +18,26 @@ import numpy as np
 
 from edge_qkv import _native
 from edge_qkv.errors import ContextFull, InputError
-from edge_qkv.package import Package, encode
+from edge_qkv.loaded import DEFAULT_CHUNK, Model, NativeObject
+from edge_qkv.package import encode
+from edge_qkv.sampling import Sampling
 from edge_qkv.text import stream_text, until_stop
 
 DEFAULT_CONTEXT = 4096
-DEFAULT_CHUNK = 128
+OVERFLOW = {"error": 0, "window": 1, "shift": 2}
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. temperature 0 is greedy; 0, 1, 0 and 1 leave a filter out.
-
-    Filters act in this order: repetition penalty, temperature, top-k, top-p, min-p. A choice depends on the
-    seed, the logits and the tokens so far alone, so the same seed and prompt give the same text, after a
-    rewind as well. `seed` None draws a new one each time.
-    """
-
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    repetition_window: int = 64
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, sound, rule in (
-            ("temperature", 0 <= self.temperature < float("inf"), "must be 0 (greedy) or above"),
-            ("top_k", 0 <= self.top_k < 2**31, "must be 0 (off) or above"),
-            ("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1 (off)"),
-            ("min_p", 0 <= self.min_p <= 1, "must be between 0 (off) and 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "must be above 0; 1 is off"),
-            ("repetition_window", 0 <= self.repetition_window < 2**31, "must be 0 (the whole session) or above"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**64, "must be from 0 to 2**64 - 1"),
-        ):
-            if not sound:
-                raise InputError(f"{name} = {getattr(self, name)}: {rule}")
-
-
-class _NativeObject:
-    """Owns a handle of the native library: closed once, at the end of `with` or of the object's life."""
-
-    _close_function: str
-
-    def __init__(self) -> None:
-        self._handle = ctypes.c_void_p()
-        self._in_use = threading.Lock()  # held during a call, so that closing waits for it
-
-    def _call(self, name: str, *arguments) -> None:
-        with self._in_use:
-            if not self._handle:
-                raise InputError(f"the {type(self).__name__.lower()} is closed; open a new one")
-            _native.call(name, self._handle, *arguments)
-
-    def close(self) -> None:
-        """Frees the memory, after a call that another thread is in; the object must not be used after."""
-        with self._in_use:
-            handle, self._handle = self._handle, ctypes.c_void_p()
-            if handle:
-                getattr(_native.library(), self._close_function)(handle)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
-
-
-class Model(_NativeObject):
-    """A loaded package. `threads` 0 uses one a core; `verify` checks every file's SHA-256 first."""
-
-    _close_function = "eqkv_model_close"
-
-    def __init__(self, package: str | Path, threads: int = 0, verify: bool = True) -> None:
-        super().__init__()
-        if not 0 <= threads <= 256:
-            raise InputError(f"threads = {threads}: must be between 0 (one for each core) and 256")
-        self.package = Package.open(package, verify)
-        options = _native.ModelOptions(engine_library=os.fsencode(_native.onnxruntime_path()), threads=threads)
-        path = os.fsencode(self.package.path)
-        _native.call("eqkv_model_open", path, ctypes.byref(options), ctypes.byref(self._handle))
-        self.config = self.package.config
-        self.info = _native.ModelInfo()
-        self._call("eqkv_model_get_info", ctypes.byref(self.info))
-        cache = self.info.cache_type.decode()
-        if cache != self.package.manifest.get("cache") or self.info.cache_bytes_per_token != (
-            self.config.cache_bytes_per_token(cache)
-        ):
-            raise InputError(
-                f"{self.package.path}: edge_qkv.json and the model file disagree on the cache; export again"
-            )
-        for field in ("vocab_size", "layers", "kv_heads", "head_dim", "max_positions"):
-            if getattr(self.info, field) != getattr(self.config, field):
-                raise InputError(
-                    f"{self.package.path}: edge_qkv.json and the model file disagree on {field} "
-                    f"({getattr(self.config, field)} and {getattr(self.info, field)}); export the package again"
-                )
-
-
-class Session(_NativeObject):
+class Session(NativeObject):
     """One conversation.
 
-    package: a package directory or a loaded `Model`; context: capacity in tokens (memory is committed as
-    rows are written); prefill_chunk: tokens evaluated at once. Raises `InputError`.
+    package: a package directory or a loaded `Model`. context: capacity in tokens (memory is committed as rows are
+    written); "max": all that the budget or the model allows; None: that with a budget, else 4096. prefill_chunk: tokens evaluated at once.
+    memory: budget of the model that is loaded here, see `Model`.
+
+    overflow says what happens when tokens do not fit: 'error' raises `ContextFull`; 'window' drops all but the first
+    `sinks` and the last `window` tokens (0: half of the context); 'shift' drops the oldest `block` tokens (0: a
+    quarter). Tokens after the dropped ones move up to their places; models with learned positions are refused, for
+    their cached rows cannot move. Raises `InputError`.
     """
 
     _close_function = "eqkv_session_close"
@@ -134,24 +45,52 @@ class Session(_NativeObject):
     def __init__(
         self,
         package: str | Path | Model,
-        context: int | None = None,
+        context: int | str | None = None,
         prefill_chunk: int = DEFAULT_CHUNK,
         threads: int = 0,
         verify: bool = True,
+        *,
+        memory: int | str | None = None,
+        overflow: str = "error",
+        sinks: int = 4,
+        window: int = 0,
+        block: int = 0,
     ) -> None:
         super().__init__()
-        self.model = package if isinstance(package, Model) else Model(package, threads, verify)
-        limit = self.model.config.max_positions
-        context = min(DEFAULT_CONTEXT, limit) if context is None else context
-        if not 1 <= context <= limit:
-            raise InputError(f"context = {context}: must be between 1 and {limit}, the most this model allows")
+        if overflow not in OVERFLOW:
+            raise InputError(f"overflow = {overflow!r}: must be one of {', '.join(OVERFLOW)}")
         if not 1 <= prefill_chunk <= 1 << 20:
             raise InputError(f"prefill_chunk = {prefill_chunk}: must be between 1 and {1 << 20}")
+        longest = context == "max"
+        if not isinstance(package, Model):
+            planned = None if longest else context
+            package = Model(package, threads, verify, memory=memory, context=planned, prefill_chunk=prefill_chunk)
+        elif memory is not None:
+            raise InputError("memory is the budget of a model; give it when the model is opened")
+        self.model = package
+        limit = self.model.info.context
+        if context is None or longest:
+            context = limit if longest or self.model.has_budget else min(DEFAULT_CONTEXT, limit)
+        if not 1 <= context <= limit:
+            held = "its memory budget holds" if limit < self.model.config.max_positions else "this model allows"
+            raise InputError(f"context = {context}: must be between 1 and {limit}, the most {held}")
         self.context, self.prefill_chunk = context, prefill_chunk
-        options = _native.SessionOptions(context=context, prefill_chunk=prefill_chunk)
+        options = _native.SessionOptions(context=context, prefill_chunk=prefill_chunk, overflow=OVERFLOW[overflow])
+        if overflow == "window":
+            options.sinks, options.window = sinks, window
+        elif overflow == "shift":
+            options.block = block
+        self._overflow = overflow
         self.model._call("eqkv_session_open", ctypes.byref(options), ctypes.byref(self._handle))
-        self.tokens: list[int] = []  # the conversation; the last one may not be evaluated yet
+        self._evaluated: list[int] = []  # the tokens in the cache
+        self._pending: list[int] = []  # those that follow and are not evaluated yet
+        self.generated: list[int] = []  # what the last generation has yielded
         self.timing = Timing()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The conversation, without what the overflow option has dropped."""
+        return self._evaluated + self._pending
 
     # ---- tokens ----
 
@@ -195,17 +134,29 @@ class Session(_NativeObject):
 
     def rewind(self, length: int) -> None:
         """Forgets all but the first `length` tokens."""
-        if not 0 <= length <= len(self.tokens):
-            raise InputError(f"rewind to {length}: the session has {len(self.tokens)} tokens")
-        if length < self._rows():
+        total = len(self._evaluated) + len(self._pending)
+        if not 0 <= length <= total:
+            raise InputError(f"rewind to {length}: the session has {total} tokens")
+        if length < len(self._evaluated):
             self._call("eqkv_session_rewind", length)
-        del self.tokens[length:]
+        del self._pending[max(0, length - len(self._evaluated)) :]
+        del self._evaluated[length:]
+
+    def reuse(self, tokens: Sequence[int]) -> int:
+        """Keeps the first tokens that the session has in common with `tokens`, forgets the rest, and returns their
+        number: evaluate `tokens[that:]` to have the session hold exactly `tokens`."""
+        self._pending.clear()
+        given = np.asarray(tokens, np.int32)
+        kept = ctypes.c_int64()
+        self._call("eqkv_session_match", _pointer(given, ctypes.c_int32), len(given), ctypes.byref(kept))
+        del self._evaluated[kept.value :]
+        return kept.value
 
     def fill(self, length: int, seed: int = 0) -> None:
         """Fills the cache to `length` rows of noise, to measure a deep context without its prefill."""
         self._evaluate_rest()
         self._call("eqkv_session_fill", length, seed)
-        self.tokens += [0] * (length - len(self.tokens))
+        self._evaluated += [0] * (length - len(self._evaluated))
 
     def cancel(self) -> None:
         """Stops the evaluation that is running, or else the next one.
@@ -223,17 +174,24 @@ class Session(_NativeObject):
         max_tokens: int = 256,
         sampling: Sampling | None = None,
         progress: Callable[[int, int], None] | None = None,
+        *,
+        reuse: bool = False,
     ) -> Iterator[int]:
-        """Appends the prompt and yields the tokens that follow, until one that ends a text or `max_tokens`."""
+        """Appends the prompt and yields the tokens that follow, until one that ends a text or `max_tokens`.
+
+        reuse: the prompt is the whole conversation; what the session already holds of it is not evaluated again.
+        """
         if max_tokens < 1:
             raise InputError(f"max_tokens = {max_tokens}: must be at least 1")
-        if not len(prompt) and not self.tokens:
+        if not len(prompt) and (reuse or not self.tokens):
             raise InputError("the prompt has no tokens; give at least one")
         self.set_sampling(sampling or Sampling())
-        before = self._rows()
+        kept = self.reuse(prompt) if reuse else 0
+        self.generated = []
+        self.timing = Timing(prefill_tokens=len(self._pending) + len(prompt) - kept, reused_tokens=kept)
         began = time.perf_counter()
-        self.evaluate(prompt, progress)
-        self.timing = Timing(prefill_tokens=self._rows() - before, prefill_seconds=time.perf_counter() - began)
+        self.evaluate(prompt[kept:], progress)
+        self.timing.prefill_seconds = time.perf_counter() - began
         for _ in range(max_tokens):
             began = time.perf_counter()
             # One token ahead of the cache: what was yielded is evaluated only when more is asked for.
@@ -244,6 +202,7 @@ class Session(_NativeObject):
             if token in self.model.package.stop_tokens:
                 return
             self._append([token])
+            self.generated.append(token)
             yield token
 
     def generate(
@@ -253,18 +212,57 @@ class Session(_NativeObject):
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
         progress: Callable[[int, int], None] | None = None,
+        *,
+        reuse: bool = False,
     ) -> Iterator[str]:
         """Appends the prompt and yields the text that follows in pieces of whole characters.
 
         Ends at a token that ends a text, at a stop string (not yielded), or after `max_tokens`; raises
-        `ContextFull` when the context is full before that.
+        `ContextFull` when the context is full before that. reuse: the prompt is the whole conversation, see
+        `generate_tokens`.
         """
         tokenizer = self.model.package.tokenizer()
-        ids = encode(tokenizer, prompt, self.model.package.stop_tokens, start=not self.tokens)
+        ids = encode(tokenizer, prompt, self.model.package.stop_tokens, start=reuse or not self.tokens)
         stop = [stop] if isinstance(stop, str) else stop
-        return until_stop(stream_text(tokenizer, ids, self.generate_tokens(ids, max_tokens, sampling, progress)), stop)
+        tokens = self.generate_tokens(ids, max_tokens, sampling, progress, reuse=reuse)
+        return until_stop(stream_text(tokenizer, ids, tokens), stop)
 
     # ---- state ----
+
+    def save(self, path: str | Path) -> None:
+        """Writes tokens, cache and logits to a file, which is replaced only when all is on the disk.
+
+        The format is documented in `runtime/core/snapshot.md`.
+        """
+        self._evaluate_rest()
+        self._call("eqkv_session_save", os.fsencode(path))
+
+    def restore(self, path: str | Path) -> None:
+        """Puts the session into a saved state: the cache is mapped from the file, nothing is evaluated again.
+
+        Raises `InputError` for a damaged snapshot or one of another model or cache type, `ContextFull` when its
+        tokens do not fit; the session is then as it was.
+        """
+        self._call("eqkv_session_restore", os.fsencode(path))
+        self._pending.clear()
+        self._sync()
+
+    def fork(self) -> Session:
+        """A session with the same options and conversation. Both share the pages of the cache; each gets its own copy
+        of those that it changes."""
+        self._evaluate_rest()
+        other = Session.__new__(Session)
+        NativeObject.__init__(other)
+        other.model, other.context, other.prefill_chunk = self.model, self.context, self.prefill_chunk
+        other._overflow, other.generated, other.timing = self._overflow, [], Timing()
+        self._call("eqkv_session_fork", ctypes.byref(other._handle))
+        other._evaluated, other._pending = list(self._evaluated), []
+        return other
+
+    @property
+    def dropped(self) -> int:
+        """Tokens that the overflow option has dropped so far."""
+        return self._info().dropped
 
     def memory(self) -> dict[str, int]:
         """Bytes, from the kernel's own accounting: this process (resident, anonymous, file_backed,
@@ -282,23 +280,26 @@ class Session(_NativeObject):
         self._call("eqkv_session_get_info", ctypes.byref(info))
         return info
 
-    def _rows(self) -> int:
-        """Tokens in the cache."""
-        length = ctypes.c_int64()
-        self._call("eqkv_session_length", ctypes.byref(length))
-        return length.value
+    def _sync(self) -> None:
+        """Reads the tokens in the cache: after a restore, and where some may have been dropped."""
+        count = ctypes.c_size_t()
+        tokens = np.empty(self.context, np.int32)
+        self._call("eqkv_session_tokens", _pointer(tokens, ctypes.c_int32), len(tokens), ctypes.byref(count))
+        self._evaluated = tokens[: count.value].tolist()
 
     def _append(self, tokens: Sequence[int]) -> None:
-        vocabulary, total = self.model.config.vocab_size, len(self.tokens) + len(tokens)
+        vocabulary = self.model.config.vocab_size
         bad = next((t for t in tokens if not 0 <= t < vocabulary), None)
         if bad is not None:
             raise InputError(f"token {bad} is outside the model's vocabulary of {vocabulary}")
-        if total > self.context:
+        used = len(self._evaluated) + len(self._pending)
+        if self._overflow == "error" and used + len(tokens) > self.context:
             raise ContextFull(
-                f"{len(tokens)} more tokens do not fit: {len(self.tokens)} of the context of {self.context} are used; "
-                f"give a larger context (this model allows {self.model.config.max_positions}) or fewer tokens"
+                f"{len(tokens)} more tokens do not fit: {used} of the context of {self.context} are used; "
+                f"give a larger context (this model allows {self.model.config.max_positions}), fewer tokens, or an "
+                "overflow option"
             )
-        self.tokens.extend(int(t) for t in tokens)
+        self._pending.extend(int(t) for t in tokens)
 
     def _evaluate_rest(
         self,
@@ -311,25 +312,37 @@ class Session(_NativeObject):
         logits [tokens, vocab_size] receives those of each of them when given. When it is stopped, the tokens
         that are left are forgotten, unless `keep` says that the caller was already given them.
         """
-        start = self._rows()
-        total, done = len(self.tokens) - start, 0
+        total, done = len(self._pending), 0
         try:
-            while done < total:
+            while self._pending:
                 done += self._evaluate_chunk(None if logits is None else logits[done:])
                 if progress:
                     progress(done, total)
         except BaseException:
             if not keep:
-                del self.tokens[self._rows() :]
+                self._pending.clear()
             raise
 
     def _evaluate_chunk(self, logits: np.ndarray | None) -> int:
-        start = self._rows()
-        chunk = np.asarray(self.tokens[start : start + self.prefill_chunk], np.int32)
-        tokens = chunk.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-        out = logits.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) if logits is not None else None
-        self._call("eqkv_session_evaluate", tokens, len(chunk), out)
+        chunk = np.asarray(self._pending[: self.prefill_chunk], np.int32)
+        out = None if logits is None else _pointer(logits, ctypes.c_float)
+        fits = len(self._evaluated) + len(chunk) <= self.context
+        try:
+            self._call("eqkv_session_evaluate", _pointer(chunk, ctypes.c_int32), len(chunk), out)
+        except BaseException:
+            if not fits:  # what was dropped for them is gone either way
+                self._sync()
+            raise
+        if fits:
+            self._evaluated += self._pending[: len(chunk)]
+        else:
+            self._sync()
+        del self._pending[: len(chunk)]
         return len(chunk)
+
+
+def _pointer(array: np.ndarray, kind: type):
+    return array.ctypes.data_as(ctypes.POINTER(kind))
 
 
 @dataclass
@@ -337,6 +350,7 @@ class Timing:
     """Where the last generation's time went."""
 
     prefill_tokens: int = 0
+    reused_tokens: int = 0  # of the prompt, that were in the cache already
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0

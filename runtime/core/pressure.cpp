@@ -112,18 +112,21 @@ bool PressureWatch::near_limit(Level* level) const {
 void PressureWatch::watch() {
   using Clock = std::chrono::steady_clock;
   Clock::time_point last = Clock::now() - 2 * kSoon;
-  bool was_near = false;
+  int was_near = 0;  // 0: not near the limit, 1: near, 2: very near
   for (;;) {
     pollfd files[] = {{stop_[0], POLLIN, 0}, {pressure_, POLLPRI, 0}};  // a file of -1 is left out
     if (poll(files, 2, kPollMilliseconds) < 0) continue;                // interrupted by a signal
     if (files[0].revents) return;
-    if (files[1].revents & POLLERR) pressure_ = -1;  // the group is gone
+    if (files[1].revents & POLLERR) {  // the group is gone
+      close(pressure_);
+      pressure_ = -1;
+    }
     Level level = Level::kSome;
-    // Once for each time that the limit comes near, not every second: what could be given is given.
-    const bool near = near_limit(&level);
     const bool stalled = files[1].revents & POLLPRI;
+    const int near = near_limit(&level) ? (level == Level::kCritical ? 2 : 1) : 0;
     if (stalled && Clock::now() - last < kSoon) level = Level::kCritical;
-    if (stalled || (near && (!was_near || level == Level::kCritical))) {
+    // A limit once for each time that it comes nearer: what could be given then was given.
+    if (stalled || near > was_near) {
       last = Clock::now();
       react_(level);
     }

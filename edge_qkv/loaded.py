@@ -1,0 +1,165 @@
+"""A loaded package: the weights that its sessions share, and the memory budget they live in."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from pathlib import Path
+
+from edge_qkv import _native
+from edge_qkv.errors import InputError
+from edge_qkv.package import Package
+from edge_qkv.sizes import parse_size
+
+DEFAULT_CHUNK = 128
+_TRIM_LEVELS = {"workspace": 1, "idle": 2, "all": 3}
+
+
+def packed_directory() -> Path:
+    """Where `pack` keeps packed weights unless told otherwise: edge-qkv below the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "edge-qkv"
+
+
+class NativeObject:
+    """Owns a handle of the native library: closed once, at the end of `with` or of the object's life."""
+
+    _close_function: str
+
+    def __init__(self) -> None:
+        self._handle = ctypes.c_void_p()
+        self._in_use = threading.Lock()  # held during a call, so that closing waits for it
+
+    def _call(self, name: str, *arguments) -> None:
+        with self._in_use:
+            if not self._handle:
+                raise InputError(f"the {type(self).__name__.lower()} is closed; open a new one")
+            _native.call(name, self._handle, *arguments)
+
+    def close(self) -> None:
+        """Frees the memory, after a call that another thread is in; the object must not be used after."""
+        with self._in_use:
+            handle, self._handle = self._handle, ctypes.c_void_p()
+            if handle:
+                getattr(_native.library(), self._close_function)(handle)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+class Model(NativeObject):
+    """A loaded package.
+
+    threads: 0 uses one a core. verify: check every file's SHA-256 first. memory: budget in bytes, or text such as
+    "512MB", for everything that this model and its sessions add to the process; what it cannot hold is refused
+    before any weight is read, and sessions share it: they evaluate in turns, and the caches of those least recently
+    used are moved to files when one needs the room. context, prefill_chunk: the longest session to plan the budget
+    for, in tokens (None: the longest that it holds), and the largest chunk. packed: directory of weights that `pack`
+    has prepared for this processor (None: the default one; False: do not use them). spill: directory for caches that
+    leave RAM (None: the system's for temporary files). Raises `InputError`.
+    """
+
+    _close_function = "eqkv_model_close"
+
+    def __init__(
+        self,
+        package: str | Path,
+        threads: int = 0,
+        verify: bool = True,
+        *,
+        memory: int | str | None = None,
+        context: int | None = None,
+        prefill_chunk: int = DEFAULT_CHUNK,
+        packed: str | Path | bool | None = None,
+        spill: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 <= threads <= 256:
+            raise InputError(f"threads = {threads}: must be between 0 (one for each core) and 256")
+        self._budget = 0 if memory is None else parse_size(memory, "memory")
+        self.package = Package.open(package, verify=False)
+        options = _native.ModelOptions(
+            engine_library=os.fsencode(_native.onnxruntime_path()),
+            threads=threads,
+            memory=self._budget,
+            context=context or 0,
+            prefill_chunk=prefill_chunk,
+            packed_weights=None if packed is False else os.fsencode(packed or packed_directory()),
+            spill=None if spill is None else os.fsencode(spill),
+        )
+        path = os.fsencode(self.package.path)
+        if self._budget:  # refused before the files are read for their hashes
+            _native.call("eqkv_model_check", path, ctypes.byref(options))
+        if verify:
+            self.package.verify()
+        _native.call("eqkv_model_open", path, ctypes.byref(options), ctypes.byref(self._handle))
+        self.config = self.package.config
+        self.info = _native.ModelInfo()
+        self._call("eqkv_model_get_info", ctypes.byref(self.info))
+        self._check_against_manifest()
+
+    @property
+    def has_budget(self) -> bool:
+        return self._budget > 0
+
+    @property
+    def cache_type(self) -> str:
+        return self.info.cache_type.decode()
+
+    def trim(self, level: str = "idle") -> None:
+        """Gives memory back; whatever was given up comes back by itself when it is used, and no result changes.
+
+        'workspace': buffers between evaluations; 'idle': and the caches of all sessions but the last used, which are
+        moved to files; 'all': and that one's, and the pages of the weights. Sessions that another thread is in are
+        left alone.
+        """
+        if level not in _TRIM_LEVELS:
+            raise InputError(f"level {level!r} is not known; choose one of {', '.join(_TRIM_LEVELS)}")
+        self._call("eqkv_model_trim", _TRIM_LEVELS[level])
+
+    def watch_pressure(self, cgroup: str | Path | None = None) -> None:
+        """Linux: trims by itself when memory gets short, until the model is closed.
+
+        cgroup: directory of a control group of version 2; None: the process's own, or else the whole system.
+        """
+        self._call("eqkv_model_watch_pressure", None if cgroup is None else os.fsencode(cgroup))
+
+    def _check_against_manifest(self) -> None:
+        config, path = self.config, self.package.path
+        if self.cache_type != self.package.manifest.get("cache") or self.info.cache_bytes_per_token != (
+            config.cache_bytes_per_token(self.cache_type)
+        ):
+            raise InputError(f"{path}: edge_qkv.json and the model file disagree on the cache; export again")
+        for field in ("vocab_size", "layers", "kv_heads", "head_dim", "max_positions"):
+            if getattr(self.info, field) != getattr(config, field):
+                raise InputError(
+                    f"{path}: edge_qkv.json and the model file disagree on {field} "
+                    f"({getattr(config, field)} and {getattr(self.info, field)}); export the package again"
+                )
+
+
+def pack(package: str | Path, directory: str | Path | None = None, threads: int = 0, verify: bool = True) -> Path:
+    """Prepares the weights of a package for this processor, in files that models then map: they load faster, and
+    their memory is the kernel's to drop. Needs about twice the package's size in `directory` (None: edge-qkv below
+    the user's cache directory) and, once, the memory of the weights. Returns the directory; raises `InputError`.
+    """
+    checked = Package.open(package, verify)
+    folder = Path(directory) if directory is not None else packed_directory()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror}); choose another --packed directory") from None
+    options = _native.ModelOptions(
+        engine_library=os.fsencode(_native.onnxruntime_path()), threads=threads, packed_weights=os.fsencode(folder)
+    )
+    _native.call("eqkv_model_pack", os.fsencode(checked.path), ctypes.byref(options))
+    return folder
