@@ -23,8 +23,15 @@ struct eqkv_model {
 };
 
 struct eqkv_session {
-  Session session;
-  mutable std::mutex in_use;  // a second thread is refused, not undefined
+  eqkv_session(std::shared_ptr<SessionPool> shared, std::unique_ptr<Session> opened)
+      : pool(std::move(shared)), member(std::move(opened)) {
+    pool->add(member);
+  }
+  ~eqkv_session() { pool->remove(member); }
+
+  const std::shared_ptr<SessionPool> pool;
+  PooledSession member;
+  std::atomic<bool> entered{false};  // a second thread is refused, not undefined
 };
 
 namespace {
@@ -95,17 +102,35 @@ void write_info(Struct* out, Struct info) {
   std::memcpy(reinterpret_cast<void*>(out), &info, std::min(size, sizeof info));
 }
 
-// Runs function(session) while no other thread is in it.
+// Runs function(session) while no other thread of the caller is in it.
 template <class Handle, class Function>
 eqkv_status with_session(Handle* handle, Function function) noexcept {
   return guarded([&] {
     require(handle, "session");
-    const std::unique_lock<std::mutex> lock(handle->in_use, std::try_to_lock);
-    if (!lock) {
+    auto* session = const_cast<eqkv_session*>(handle);
+    if (session->entered.exchange(true)) {
       throw Error(EQKV_INVALID_ARGUMENT,
                   "The session is in use by another thread; open one for each thread.");
     }
-    function(handle->session);
+    const std::unique_ptr<std::atomic<bool>, void (*)(std::atomic<bool>*)> leave(
+        &session->entered, [](std::atomic<bool>* entered) { entered->store(false); });
+    const std::lock_guard<std::mutex> lock(session->member.in_use);  // the pool may be trimming it
+    function(*session->member.session);
+  });
+}
+
+// The same for what needs rows of the cache in RAM: function(session) makes them `rows(session)` many.
+template <class Rows, class Function>
+eqkv_status with_rows(eqkv_session* handle, Rows rows, Function function) noexcept {
+  std::unique_lock<std::mutex> turn;
+  const eqkv_status waited = guarded([&] {
+    require(handle, "session");
+    turn = handle->pool->take_turn();
+  });
+  if (waited != EQKV_OK) return waited;
+  return with_session(handle, [&](Session& s) {
+    handle->pool->make_room(handle->member, std::min(rows(s), s.context()));
+    function(s);
   });
 }
 
@@ -142,6 +167,49 @@ eqkv_status eqkv_model_open(const char* path, const eqkv_model_options* options,
 
 void eqkv_model_close(eqkv_model* model) { delete model; }
 
+eqkv_status eqkv_model_trim(eqkv_model* model, eqkv_trim_level level) {
+  return guarded([&] {
+    require(model, "model");
+    if (level < EQKV_TRIM_WORKSPACE || level > EQKV_TRIM_ALL) {
+      throw Error(EQKV_INVALID_ARGUMENT, "The trim level must be from 1 (workspace) to 3 (all).");
+    }
+    model->pool->trim(level);
+  });
+}
+
+int eqkv_android_trim_level(int level) {
+  // ComponentCallbacks2. Since API 34 only UI_HIDDEN and BACKGROUND arrive.
+  constexpr struct {
+    int android, ours;
+  } kLevels[] = {
+      {5, EQKV_TRIM_WORKSPACE},  // RUNNING_MODERATE
+      {10, EQKV_TRIM_IDLE},      // RUNNING_LOW
+      {15, EQKV_TRIM_ALL},       // RUNNING_CRITICAL
+      {20, EQKV_TRIM_IDLE},      // UI_HIDDEN
+      {40, EQKV_TRIM_ALL},       // BACKGROUND
+      {60, EQKV_TRIM_ALL},       // MODERATE
+      {80, EQKV_TRIM_ALL},       // COMPLETE
+  };
+  for (const auto& known : kLevels) {
+    if (known.android == level) return known.ours;
+  }
+  return 0;
+}
+
+eqkv_status eqkv_model_watch_pressure(eqkv_model* model, const char* cgroup) {
+  return guarded([&] {
+    require(model, "model");
+    if (model->watch) throw Error(EQKV_INVALID_ARGUMENT, "The model watches memory pressure already.");
+    model->watch = std::make_unique<PressureWatch>(
+        cgroup ? cgroup : "", [pool = model->pool](PressureWatch::Level level) {
+          // What cannot be spilled stays; there is nobody to tell.
+          guarded([&] {
+            pool->trim(level == PressureWatch::Level::kSome ? EQKV_TRIM_IDLE : EQKV_TRIM_ALL);
+          });
+        });
+  });
+}
+
 eqkv_status eqkv_model_get_info(const eqkv_model* model, eqkv_model_info* info) {
   return guarded([&] {
     require(model, "model");
@@ -160,7 +228,8 @@ eqkv_status eqkv_session_open(eqkv_model* model, const eqkv_session_options* opt
     require(model, "model");
     require(options, "options");
     const eqkv_session_options read = read_options(options, {});
-    *session = new eqkv_session{{model->engine, {read.context, read.prefill_chunk}}, {}};
+    *session = new eqkv_session(
+        model->pool, std::make_unique<Session>(model->engine, model->session_options(read)));
   });
 }
 
@@ -168,7 +237,11 @@ void eqkv_session_close(eqkv_session* session) { delete session; }
 
 eqkv_status eqkv_session_evaluate(eqkv_session* session, const int32_t* tokens, size_t count,
                                   float* logits) {
-  return with_session(session, [&](Session& s) {
+  const auto rows = [&](const Session& s) {
+    return count > static_cast<size_t>(s.context()) ? s.context()
+                                                    : s.length() + static_cast<int64_t>(count);
+  };
+  return with_rows(session, rows, [&](Session& s) {
     if (count > 0) require(tokens, "tokens");
     s.evaluate(tokens, count, logits);
   });
@@ -201,21 +274,69 @@ eqkv_status eqkv_session_sample(eqkv_session* session, int32_t* token) {
 }
 
 eqkv_status eqkv_session_rewind(eqkv_session* session, int64_t length) {
-  return with_session(session, [&](Session& s) { s.rewind(length); });
+  return with_session(session, [&](Session& s) {
+    s.rewind(length);
+    session->pool->forget(session->member, length);
+  });
+}
+
+eqkv_status eqkv_session_match(eqkv_session* session, const int32_t* tokens, size_t count,
+                               int64_t* kept) {
+  return with_session(session, [&](Session& s) {
+    if (count > 0) require(tokens, "tokens");
+    require(kept, "kept");
+    *kept = s.match(tokens, count);
+    session->pool->forget(session->member, *kept);
+  });
+}
+
+eqkv_status eqkv_session_fork(eqkv_session* session, eqkv_session** fork) {
+  return with_session(session, [&](Session& s) {
+    require(fork, "fork");
+    *fork = nullptr;
+    *fork = new eqkv_session(session->pool, s.fork());
+    session->pool->forget(session->member, 0);  // the rows are in a file now
+  });
+}
+
+eqkv_status eqkv_session_save(eqkv_session* session, const char* path) {
+  return with_session(session, [&](Session& s) {
+    require(path, "path");
+    s.save(path);
+  });
+}
+
+eqkv_status eqkv_session_restore(eqkv_session* session, const char* path) {
+  return with_session(session, [&](Session& s) {
+    require(path, "path");
+    s.restore(path);
+    session->pool->forget(session->member, 0);
+  });
 }
 
 void eqkv_session_cancel(eqkv_session* session) {
-  if (session) guarded([&] { session->session.cancel(); });
+  if (session) guarded([&] { session->member.session->cancel(); });
 }
 
 eqkv_status eqkv_session_fill(eqkv_session* session, int64_t length, uint64_t seed) {
-  return with_session(session, [&](Session& s) { s.fill(length, seed); });
+  return with_rows(
+      session, [&](const Session&) { return length; }, [&](Session& s) { s.fill(length, seed); });
 }
 
 eqkv_status eqkv_session_length(const eqkv_session* session, int64_t* length) {
   return with_session(session, [&](const Session& s) {
     require(length, "length");
     *length = s.length();
+  });
+}
+
+eqkv_status eqkv_session_tokens(const eqkv_session* session, int32_t* tokens, size_t capacity,
+                                size_t* count) {
+  return with_session(session, [&](const Session& s) {
+    require(count, "count");
+    if (capacity > 0) require(tokens, "tokens");
+    *count = s.tokens().size();
+    std::copy_n(s.tokens().begin(), std::min(capacity, *count), tokens);
   });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace edge_qkv {
 
@@ -14,5 +15,12 @@ struct MemoryUse {
 
 // Throws Error where the system does not say.
 MemoryUse memory_use();
+
+// Gives the C library's free memory back to the system, where it can.
+void release_heap();
+
+// Gives back the pages of this process's mappings of files below `directory`: they are read again when
+// they are used. Only a saving: does nothing where the system cannot.
+void release_file_pages(const std::string& directory);
 
 }  // namespace edge_qkv

@@ -1,8 +1,10 @@
 #include "session_pool.h"
 
+#include <algorithm>
 #include <string>
 
 #include "error.h"
+#include "memory.h"
 
 namespace edge_qkv {
 
@@ -23,7 +25,7 @@ void SessionPool::make_room(PooledSession& member, int64_t rows) {
   members_.push_back(&member);
   member.rows = rows;
   if (cache_bytes_ == 0) return;
-  const auto token_bytes = static_cast<uint64_t>(member.session->model().cache.token_bytes());
+  const auto token_bytes = static_cast<uint64_t>(model_->info().cache.token_bytes());
   uint64_t used = 0;
   for (const PooledSession* other : members_) used += static_cast<uint64_t>(other->rows) * token_bytes;
   visit_idle(&member, [&](PooledSession& other) {
@@ -41,25 +43,27 @@ void SessionPool::make_room(PooledSession& member, int64_t rows) {
                   "; close a session, rewind one, or open the model with a larger budget.");
 }
 
+void SessionPool::forget(PooledSession& member, int64_t rows) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  member.rows = std::min(member.rows, rows);
+}
+
 std::unique_lock<std::mutex> SessionPool::take_turn() {
   return cache_bytes_ > 0 ? std::unique_lock<std::mutex>(turn_) : std::unique_lock<std::mutex>();
 }
 
-void SessionPool::spill_idle(bool all) {
+void SessionPool::trim(eqkv_trim_level level) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const PooledSession* last = all || members_.empty() ? nullptr : members_.back();
-  visit_idle(last, [this](PooledSession& member) {
-    if (member.rows > 0) spill(member);
-    return true;
-  });
-}
-
-void SessionPool::release_workspace() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  visit_idle(nullptr, [](PooledSession& member) {
+  const PooledSession* last = members_.empty() ? nullptr : members_.back();
+  visit_idle(nullptr, [&](PooledSession& member) {
     member.session->release_workspace();
+    if (member.rows > 0 && (level == EQKV_TRIM_ALL || (level == EQKV_TRIM_IDLE && &member != last))) {
+      spill(member);
+    }
     return true;
   });
+  if (level == EQKV_TRIM_ALL) model_->release_pages();
+  release_heap();
 }
 
 void SessionPool::visit_idle(const PooledSession* except,

@@ -25,8 +25,8 @@ struct PooledSession {
 class SessionPool {
  public:
   // spill: directory for caches that leave RAM; cache_bytes: what all caches may take, 0: no limit.
-  SessionPool(std::string spill, uint64_t cache_bytes)
-      : spill_(std::move(spill)), cache_bytes_(cache_bytes) {}
+  SessionPool(std::shared_ptr<const EngineModel> model, std::string spill, uint64_t cache_bytes)
+      : model_(std::move(model)), spill_(std::move(spill)), cache_bytes_(cache_bytes) {}
 
   void add(PooledSession& member);
   void remove(PooledSession& member);  // which no thread is in
@@ -36,14 +36,14 @@ class SessionPool {
   // with EQKV_OVER_BUDGET where it does not because the others are in use.
   void make_room(PooledSession& member, int64_t rows);
 
-  // Held during an evaluation: the plan of a budget counts the workspace of one.
+  // After the session has forgotten all but `rows` rows, or has them in a file now.
+  void forget(PooledSession& member, int64_t rows);
+
+  // Held during an evaluation, and taken before the session is entered: the plan of a budget counts the workspace of one.
   std::unique_lock<std::mutex> take_turn();
 
-  // Moves the caches of sessions that no thread is in to files; `all`: the last used one's as well.
-  void spill_idle(bool all);
-
-  // Gives back buffers that sessions keep between evaluations.
-  void release_workspace();
+  // Leaves sessions that a thread is in alone.
+  void trim(eqkv_trim_level level);
 
  private:
   // Members that no thread is in, in the order of their use, each locked while `visit` is called; until
@@ -51,6 +51,7 @@ class SessionPool {
   void visit_idle(const PooledSession* except, const std::function<bool(PooledSession&)>& visit);
   void spill(PooledSession& member);
 
+  const std::shared_ptr<const EngineModel> model_;
   const std::string spill_;
   const uint64_t cache_bytes_;
   std::mutex turn_;

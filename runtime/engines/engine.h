@@ -53,6 +53,8 @@ class EngineModel {
  public:
   virtual ~EngineModel() = default;
   virtual const ModelInfo& info() const = 0;
+  // Lets go of pages of weights that can be read from their files again.
+  virtual void release_pages() const = 0;
   // `cache` has info().cache as its layout. The model and the memory outlive the state.
   virtual std::unique_ptr<EngineState> open(const CacheView& cache) const = 0;
 };
