@@ -1,7 +1,9 @@
 #include "overflow.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "cpu.h"
@@ -37,11 +39,48 @@ class Rotation {
 
 }  // namespace
 
-void check_rows_can_move(const ModelInfo& model) {
-  if (model.positions != Positions::kLearned) return;
-  throw Error(EQKV_INVALID_ARGUMENT,
-              "This model has learned positions, which its cached rows cannot leave: a full context can "
-              "only be an error; rewind the session and evaluate the tokens to keep again.");
+Overflow::Overflow(const OverflowOptions& options, const ModelInfo& model, int64_t context)
+    : options_(options), context_(context) {
+  const auto refuse = [](const std::string& sentence) { throw Error(EQKV_INVALID_ARGUMENT, sentence); };
+  if (options.policy < EQKV_OVERFLOW_ERROR || options.policy > EQKV_OVERFLOW_SHIFT) {
+    refuse("The overflow policy " + std::to_string(options.policy) + " is unknown.");
+  }
+  const bool window = options.policy == EQKV_OVERFLOW_WINDOW, shift = options.policy == EQKV_OVERFLOW_SHIFT;
+  if (options.sinks < 0 || options.window < 0 || options.block < 0) {
+    refuse("sinks, window and block must not be negative.");
+  }
+  if ((!window && (options.sinks || options.window)) || (!shift && options.block)) {
+    refuse("sinks and window belong to the overflow policy window, block to shift.");
+  }
+  if (!drops()) return;
+  if (model.positions == Positions::kLearned) {
+    refuse(
+        "The model has learned positions, which its cached rows cannot leave: only the overflow policy "
+        "error is possible; rewind the session and evaluate the tokens to keep again.");
+  }
+  if (window && options.window == 0) options_.window = std::max<int64_t>(1, context / 2 - options.sinks);
+  if (shift && options.block == 0) options_.block = std::max<int64_t>(1, context / 4);
+  if (window && options_.sinks >= context - options_.window) {
+    refuse("The overflow policy keeps " + std::to_string(options_.sinks) + " + " +
+           std::to_string(options_.window) + " tokens, which must be fewer than the context of " +
+           std::to_string(context) + "; take a smaller window or fewer sinks.");
+  }
+  if (shift && options_.block > context) {
+    refuse("The block to drop, " + std::to_string(options_.block) +
+           " tokens, must not be more than the context of " + std::to_string(context) + ".");
+  }
+}
+
+int64_t Overflow::most_tokens() const {
+  return options_.policy == EQKV_OVERFLOW_WINDOW ? context_ - options_.sinks - options_.window : context_;
+}
+
+Overflow::Range Overflow::rows_to_drop(int64_t length, int64_t more) const {
+  const int64_t missing = length + more - context_;
+  if (missing <= 0) return {0, 0};
+  if (options_.policy == EQKV_OVERFLOW_WINDOW) return {options_.sinks, length - options_.window};
+  const int64_t blocks = (missing + options_.block - 1) / options_.block;
+  return {0, std::min(length, blocks * options_.block)};
 }
 
 void drop_rows(const CacheView& view, const ModelInfo& model, int64_t first, int64_t last,

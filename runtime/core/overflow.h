@@ -1,4 +1,4 @@
-// Dropping rows out of the middle of a cache, for contexts that go on when they are full.
+// What happens when tokens do not fit into a session's context: rows are dropped out of its cache.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,36 @@
 
 namespace edge_qkv {
 
-// Throws Error where the rows of such a model cannot move: what a learned position has put into a row
-// stays there, and the model would see two tokens at one position.
-void check_rows_can_move(const ModelInfo& model);
+// Fields as in eqkv_session_options.
+struct OverflowOptions {
+  eqkv_overflow policy = EQKV_OVERFLOW_ERROR;
+  int64_t sinks = 0;
+  int64_t window = 0;
+  int64_t block = 0;
+};
+
+class Overflow {
+ public:
+  // Throws Error for options that contradict each other, the context or the model: a row that carries a
+  // learned position cannot move, for the model would see two tokens at one position.
+  Overflow(const OverflowOptions& options, const ModelInfo& model, int64_t context);
+
+  bool drops() const { return options_.policy != EQKV_OVERFLOW_ERROR; }
+  // The most tokens that can be evaluated at once, whatever the session holds.
+  int64_t most_tokens() const;
+
+  // Rows [first, last) to drop so that `more` rows fit behind the `length` that are there.
+  struct Range {
+    int64_t first, last;
+  };
+  Range rows_to_drop(int64_t length, int64_t more) const;
+
+  const OverflowOptions& options() const { return options_; }
+
+ private:
+  OverflowOptions options_;  // with the defaults filled in
+  const int64_t context_;
+};
 
 // Drops rows [first, last) of `length`: those after them move up, rotated to their new positions where
 // they were rotated when they were written. A row then is what it would have been, had it been written

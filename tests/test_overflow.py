@@ -1,0 +1,165 @@
+"""A full context that goes on: what is dropped, and that the rest is as if it had been written where it now is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import TINY, write_checkpoint
+from edge_qkv import ContextFull, InputError, Model, ModelConfig, Sampling, Session
+from edge_qkv.attention import rotary_tables, rotate
+from edge_qkv.checkpoints import read_checkpoint
+from edge_qkv.export import TARGETS
+from edge_qkv.model import Decoder
+
+CONTEXT, CHUNK, TOKENS = 40, 8, 200
+POLICIES = {
+    "window": dict(overflow="window", sinks=4, window=16),
+    "window without sinks": dict(overflow="window", sinks=0, window=16),
+    "shift": dict(overflow="shift", block=12),
+}
+CASES = {
+    f"{positions} {sharing} x{kv_heads}": dict(positions=positions, sharing=sharing, kv_heads=kv_heads)
+    for positions in ("rotary-conjugate", "rotary-on-read", "none")
+    for sharing, kv_heads in (("q-k=v", 1), ("qkv", 2))
+}
+# fp32 sums of at most 100 products in another order, logits of order 10; each drop rotates the rows once more.
+TOLERANCE = 3e-4
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    return torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(4)).tolist()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """made(config, cache) -> (decoder, package), each exported once."""
+    known: dict = {}
+
+    def make(config: ModelConfig, cache: str = "fp32"):
+        if (config, cache) not in known:
+            folder = tmp_path_factory.mktemp("overflow")
+            checkpoint = write_checkpoint(folder / "checkpoint", config)
+            TARGETS["onnx"](str(checkpoint), folder / "package", weights="fp32", cache=cache, parity=False)
+            known[config, cache] = read_checkpoint(str(checkpoint)).load(), folder / "package"
+        return known[config, cache]
+
+    return make
+
+
+def _dropped(policy: dict, length: int, more: int) -> tuple[int, int]:
+    """Rows [first, last) that the policy drops, from its description."""
+    if length + more <= CONTEXT:
+        return 0, 0
+    if policy["overflow"] == "window":
+        return policy["sinks"], length - policy["window"]
+    blocks = -(-(length + more - CONTEXT) // policy["block"])
+    return 0, min(length, blocks * policy["block"])
+
+
+def _drop(decoder: Decoder, caches, first: int, last: int, length: int) -> None:
+    """Takes rows [first, last) out of the caches; rotated rows are turned back and to their new positions."""
+    config = decoder.config
+    cos, sin = rotary_tables(config) if config.rotary else (None, None)
+    for layer in caches:
+        for i, cache in enumerate(layer):
+            rows = cache[:, :, last:length].clone()
+            if config.positions == "rotary-conjugate" and i == 0:
+                rows = rotate(rows, cos[last:length], -sin[last:length])
+                rows = rotate(rows, cos[first : first + length - last], sin[first : first + length - last])
+            cache[:, :, first : first + length - last] = rows
+
+
+@torch.no_grad()
+def _expected(decoder: Decoder, tokens: list[int], policy: dict) -> tuple[np.ndarray, int]:
+    """Logits [n, V] of the eager decoder under the policy, and how many tokens it dropped."""
+    caches, length, dropped, logits = decoder.new_caches(CONTEXT), 0, 0, []
+    for start in range(0, len(tokens), CHUNK):
+        chunk = tokens[start : start + CHUNK]
+        first, last = _dropped(policy, length, len(chunk))
+        if last > first:
+            _drop(decoder, caches, first, last, length)
+            length -= last - first
+            dropped += last - first
+        logits.append(decoder(torch.tensor([chunk]), length, caches)[0][0])
+        length += len(chunk)
+    return torch.cat(logits).numpy(), dropped
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_full_context_goes_on_like_the_decoder(made, ids, case, policy):
+    decoder, package = made(replace(TINY, max_positions=CONTEXT, **CASES[case]))
+    expected, dropped = _expected(decoder, ids, POLICIES[policy])
+    assert dropped > 2 * CONTEXT
+    with Session(package, context=CONTEXT, prefill_chunk=CHUNK, **POLICIES[policy]) as session:
+        np.testing.assert_allclose(session.score(ids), expected, atol=TOLERANCE)
+        assert session.dropped == dropped
+        assert len(session.tokens) == TOKENS - dropped <= CONTEXT
+        sinks = POLICIES[policy].get("sinks", 0)
+        assert session.tokens == ids[:sinks] + ids[sinks + dropped :]
+
+
+@pytest.mark.parametrize("positions", ["rotary-conjugate", "rotary-on-read", "none"])
+def test_dropping_what_no_query_sees_changes_nothing(made, ids, positions):
+    """A model that looks back 16 tokens writes in a context of 40 what it writes in one that holds everything."""
+    decoder, package = made(replace(TINY, max_positions=TOKENS, positions=positions, window=16))
+    with torch.no_grad():
+        expected = decoder(torch.tensor([ids]))[0][0].numpy()
+    options = dict(overflow="window", sinks=0, window=16)
+    with Session(package, context=CONTEXT, prefill_chunk=CHUNK, **options) as session:
+        np.testing.assert_allclose(session.score(ids), expected, atol=TOLERANCE)
+        assert session.dropped > 0
+
+
+@pytest.mark.parametrize("cache", ["fp16", "int8"])
+def test_moved_rows_stay_close_in_a_rounded_cache(made, ids, cache):
+    """A row that moves is rounded again: logits differ by a few roundings, not by a position."""
+    config = replace(TINY, max_positions=CONTEXT)
+    decoder, package = made(config, cache)
+    expected, _ = _expected(decoder, ids, POLICIES["window"])
+    with Session(package, context=CONTEXT, prefill_chunk=CHUNK, **POLICIES["window"]) as session:
+        error = np.abs(session.score(ids) - expected)
+    # Rows of a relative error of 2^-11 or 2^-8 a rounding, in logits of order 10.
+    assert error.max() < {"fp16": 0.05, "int8": 0.6}[cache]
+    assert error.mean() < {"fp16": 0.004, "int8": 0.06}[cache]
+
+
+def test_generation_goes_on_past_the_context(made, ids):
+    decoder, package = made(replace(TINY, max_positions=CONTEXT))
+    with Session(package, context=CONTEXT, prefill_chunk=CHUNK, overflow="shift") as session:
+        written = list(session.generate_tokens(ids[:30], 100, Sampling(temperature=0)))
+        assert len(written) == 100 == len(session.generated)
+        assert session.tokens == (ids[:30] + written)[-len(session.tokens) :]
+    with Session(package, context=CONTEXT) as strict, pytest.raises(ContextFull):
+        list(strict.generate_tokens(ids[:30], 100, Sampling(temperature=0)))
+
+
+def test_dropped_rows_are_gone_after_a_rewind_and_a_new_start(made, ids):
+    decoder, package = made(replace(TINY, max_positions=CONTEXT))
+    with torch.no_grad():
+        expected = decoder(torch.tensor([ids[:CONTEXT]]))[0][0].numpy()
+    with Session(package, context=CONTEXT, prefill_chunk=CHUNK, overflow="shift", block=12) as session:
+        session.evaluate(ids)
+        session.rewind(0)
+        np.testing.assert_allclose(session.score(ids[:CONTEXT]), expected, atol=TOLERANCE)
+
+
+def test_options_that_cannot_work_are_refused(made):
+    _, package = made(replace(TINY, max_positions=CONTEXT))
+    _, learned = made(replace(TINY, max_positions=CONTEXT, positions="learned"))
+    with pytest.raises(InputError, match="learned positions"):
+        Session(learned, context=CONTEXT, overflow="shift")
+    with Model(package) as model:
+        for options, words in (
+            (dict(overflow="wrap"), "overflow = 'wrap'"),
+            (dict(overflow="window", sinks=20, window=20), "fewer than the context"),
+            (dict(overflow="window", sinks=-1), "negative"),
+            (dict(overflow="shift", block=41), "block"),
+        ):
+            with pytest.raises(InputError, match=words):
+                Session(model, context=CONTEXT, **options)
