@@ -1,0 +1,125 @@
+"""What a snapshot saves: restoring a conversation beside the prefill that it replaces.
+
+    python -m edge_qkv.bench.restore PACKAGE --tokens 32767
+
+The prefill is measured at several depths, a chunk each, and summed up over the conversation; --whole runs all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from edge_qkv import EdgeQKVError, Model, Session
+from edge_qkv.tables import size, table
+
+DEPTHS = 8
+
+
+def measure(model: Model, tokens: int, folder: Path, repeats: int, whole: bool) -> dict[str, float]:
+    """Seconds to prefill, save and restore a conversation of `tokens`, and bytes of its snapshot."""
+    path = folder / "snapshot"
+    context = min(tokens + 1, model.info.context)
+    with Session(model, context=context) as session:
+        prefill = _whole_prefill(session, tokens) if whole else _sampled_prefill(session, tokens)
+        session.rewind(0)
+        session.fill(tokens - 1)
+        session.evaluate([0])
+        save = _median(repeats, lambda: session.save(path))
+        logits = session.logits()
+    restores = []
+    for _ in range(repeats):
+        with Session(model, context=context) as session:
+            began = time.perf_counter()
+            session.restore(path)
+            restores.append(time.perf_counter() - began)
+            if session.logits().tobytes() != logits.tobytes():
+                raise EdgeQKVError("the restored logits differ from those that were saved")
+    restore = median(restores)
+    return {
+        "tokens": tokens,
+        "snapshot_bytes": path.stat().st_size,
+        "prefill_seconds": prefill,
+        "prefill_measured": "whole" if whole else f"chunks at {DEPTHS} depths",
+        "save_seconds": save,
+        "restore_seconds": restore,
+        "prefill_over_restore": prefill / restore,
+    }
+
+
+def _whole_prefill(session: Session, tokens: int) -> float:
+    began = time.perf_counter()
+    session.evaluate([i % 100 for i in range(tokens)], _progress)
+    return time.perf_counter() - began
+
+
+def _sampled_prefill(session: Session, tokens: int) -> float:
+    chunk = min(session.prefill_chunk, tokens)
+    seconds = []
+    for step in range(DEPTHS):
+        depth = (tokens - chunk) * step // (DEPTHS - 1)
+        session.rewind(0)
+        session.fill(depth)
+        began = time.perf_counter()
+        session.evaluate([0] * chunk)
+        seconds.append(time.perf_counter() - began)
+    # Trapezoids between the depths: what a token costs grows evenly with depth.
+    mean = (sum(seconds) - (seconds[0] + seconds[-1]) / 2) / (DEPTHS - 1)
+    return mean * tokens / chunk
+
+
+def _median(repeats: int, action: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - began)
+    return median(seconds)
+
+
+def _progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\rprefill {done:,} of {total:,} tokens", end="\r", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m edge_qkv.bench.restore",
+        description="Restoring a conversation beside the prefill that it replaces.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("package", help="directory written by edge-qkv export")
+    parser.add_argument("--tokens", type=int, default=32767, help="length of the conversation")
+    parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of saving and restoring")
+    parser.add_argument("--whole", action="store_true", help="run the whole prefill: minutes for a large model")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(argv)
+    try:
+        with Model(arguments.package, arguments.threads) as model, tempfile.TemporaryDirectory() as folder:
+            if not 1 <= arguments.tokens <= model.info.context:
+                raise EdgeQKVError(f"--tokens must be from 1 to {model.info.context}, the most this model allows")
+            figures = measure(model, arguments.tokens, Path(folder), max(1, arguments.repeats), arguments.whole)
+    except EdgeQKVError as error:
+        print(f"edge_qkv.bench.restore: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps(figures, indent=2))
+        return 0
+    rows = [
+        ("prefill", f"{figures['prefill_seconds']:.1f} s", figures["prefill_measured"]),
+        ("save", f"{figures['save_seconds'] * 1e3:.0f} ms", size(figures["snapshot_bytes"])),
+        ("restore", f"{figures['restore_seconds'] * 1e3:.1f} ms", f"{figures['prefill_over_restore']:,.0f}x faster"),
+    ]
+    print(table(rows, (f"{figures['tokens']:,} tokens", "time", "")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
