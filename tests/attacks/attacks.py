@@ -1,0 +1,230 @@
+"""A directory of attacks: what a hostile or damaged file may look like, made from good ones.
+
+Each attack is a function from the bytes of a good file to those of a bad one. Checksums are made right again where an
+attack is on what lies behind them, with the xxHash of `runtime/core/snapshot.md`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+Attack = Callable[[bytes], bytes]
+
+_MASK = (1 << 64) - 1
+_P1, _P2, _P3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+_P4, _P5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+
+
+def _rotl(x: int, r: int) -> int:
+    return ((x << r) | (x >> (64 - r))) & _MASK
+
+
+def _round(acc: int, lane: int) -> int:
+    return _rotl((acc + lane * _P2) & _MASK, 31) * _P1 & _MASK
+
+
+def xxh64(data: bytes) -> int:
+    """XXH64 with seed 0, of the xxHash specification."""
+    at, size = 0, len(data)
+    if size >= 32:
+        v = [(_P1 + _P2) & _MASK, _P2, 0, -_P1 & _MASK]
+        for at in range(0, size - 31, 32):
+            v = [_round(a, lane) for a, lane in zip(v, struct.unpack_from("<4Q", data, at), strict=True)]
+        at += 32
+        h = sum(_rotl(a, r) for a, r in zip(v, (1, 7, 12, 18), strict=True)) & _MASK
+        for a in v:
+            h = ((h ^ _round(0, a)) * _P1 + _P4) & _MASK
+    else:
+        h = _P5
+    h = (h + size) & _MASK
+    while at + 8 <= size:
+        h = (_rotl(h ^ _round(0, struct.unpack_from("<Q", data, at)[0]), 27) * _P1 + _P4) & _MASK
+        at += 8
+    if at + 4 <= size:
+        h = (_rotl(h ^ struct.unpack_from("<I", data, at)[0] * _P1 & _MASK, 23) * _P2 + _P3) & _MASK
+        at += 4
+    for byte in data[at:]:
+        h = _rotl(h ^ byte * _P5 & _MASK, 11) * _P1 & _MASK
+    for shift, factor in ((33, _P2), (29, _P3), (32, 1)):
+        h = (h ^ h >> shift) * factor & _MASK
+    return h
+
+
+# ---- snapshots: offsets as in runtime/core/snapshot.md ----
+
+HEADER = 256
+FIELDS = {
+    "byte_order": (8, "<I"),
+    "version": (12, "<I"),
+    "file_bytes": (16, "<Q"),
+    "alignment": (24, "<Q"),
+    "tokens": (32, "<Q"),
+    "vocab_size": (40, "<Q"),
+    "cache_type": (48, "<I"),
+    "flags": (52, "<I"),
+    "layers": (56, "<Q"),
+    "caches": (64, "<Q"),
+    "kv_heads": (72, "<Q"),
+    "head_dim": (80, "<Q"),
+    "logits_offset": (152, "<Q"),
+    "rows_offset": (160, "<Q"),
+}
+
+
+def sealed(data: bytes, content: bool = True) -> bytes:
+    """The snapshot with checksums that fit it: as a forger would write it."""
+    out = bytearray(data)
+    if content:
+        struct.pack_into("<Q", out, 240, xxh64(bytes(out[HEADER:])))
+    struct.pack_into("<Q", out, 248, xxh64(bytes(out[:248])))
+    return bytes(out)
+
+
+def _field(name: str, value: Callable[[int], int]) -> Attack:
+    offset, kind = FIELDS[name]
+
+    def attack(data: bytes) -> bytes:
+        out = bytearray(data)
+        (good,) = struct.unpack_from(kind, out, offset)
+        mask = (1 << 8 * struct.calcsize(kind)) - 1
+        struct.pack_into(kind, out, offset, value(good) & mask)
+        return sealed(bytes(out), content=False)
+
+    return attack
+
+
+def _flip(share: float, bit: int) -> Attack:
+    def attack(data: bytes) -> bytes:
+        out = bytearray(data)
+        out[min(int(len(out) * share), len(out) - 1)] ^= 1 << bit
+        return bytes(out)
+
+    return attack
+
+
+def _byte_swapped(data: bytes) -> bytes:
+    """As a big-endian machine would write the header."""
+    out = bytearray(data)
+    for offset, kind in FIELDS.values():
+        struct.pack_into(kind.replace("<", ">"), out, offset, struct.unpack_from(kind, out, offset)[0])
+    return sealed(bytes(out), content=False)
+
+
+def _token(value: int) -> Attack:
+    def attack(data: bytes) -> bytes:
+        out = bytearray(data)
+        struct.pack_into("<i", out, HEADER, value)
+        return sealed(bytes(out))
+
+    return attack
+
+
+def _another_model(data: bytes) -> bytes:
+    out = bytearray(data)
+    out[88:152] = b"0" * 64
+    return sealed(bytes(out), content=False)
+
+
+SNAPSHOTS: dict[str, Attack] = {
+    "empty": lambda data: b"",
+    "one byte": lambda data: data[:1],
+    "header only": lambda data: data[:HEADER],
+    "half a header": lambda data: data[: HEADER // 2],
+    "one byte short": lambda data: data[:-1],
+    "half": lambda data: data[: len(data) // 2],
+    "one byte long": lambda data: data + b"\0",
+    "twice": lambda data: data + data,
+    "zeros": lambda data: bytes(len(data)),
+    "ones": lambda data: b"\xff" * len(data),
+    "other magic": lambda data: sealed(b"EQKVSNAQ" + data[8:], content=False),
+    "byte swapped": _byte_swapped,
+    "another model": _another_model,
+    "negative token": _token(-1),
+    "huge token": _token(2**31 - 1),
+    **{f"flip at {share} bit {bit}": _flip(share, bit) for share in (0, 0.1, 0.3, 0.5, 0.9, 1) for bit in (0, 7)},
+    **{f"{name} zero": _field(name, lambda good: 0) for name in FIELDS if name != "flags"},
+    **{f"{name} all ones": _field(name, lambda good: -1) for name in FIELDS},
+    **{f"{name} plus one": _field(name, lambda good: good + 1) for name in FIELDS},
+    **{f"{name} huge": _field(name, lambda good: good + (1 << 40)) for name, (_, kind) in FIELDS.items() if kind == "<Q"},
+    **{f"{name} overflow": _field(name, lambda good: 1 << 62) for name, (_, kind) in FIELDS.items() if kind == "<Q"},
+}
+
+
+# ---- packages: model.onnx, a ModelProto whose metadata_props (field 14) describe the model ----
+
+METADATA = 14
+
+
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while True:
+        value, low = value >> 7, value & 0x7F
+        out.append(low | (0x80 if value else 0))
+        if not value:
+            return bytes(out)
+
+
+def entry(key: str, value: str) -> bytes:
+    """A metadata property as it lies in the file."""
+    strings = [b"\x0a" + varint(len(k)) + k if i == 0 else b"\x12" + varint(len(k)) + k for i, k in enumerate(
+        (key.encode(), value.encode())
+    )]
+    body = b"".join(strings)
+    return varint(METADATA << 3 | 2) + varint(len(body)) + body
+
+
+def _metadata(key: str, value: str) -> Attack:
+    """Another value for `key`: written at the end, and in place of the old one."""
+
+    def attack(data: bytes) -> bytes:
+        import onnx
+
+        model = onnx.ModelProto.FromString(data)
+        kept = [p for p in model.metadata_props if p.key != f"edge_qkv.{key}"]
+        del model.metadata_props[:]
+        model.metadata_props.extend(kept)
+        return model.SerializeToString() + entry(f"edge_qkv.{key}", value)
+
+    return attack
+
+
+def _without(key: str) -> Attack:
+    def attack(data: bytes) -> bytes:
+        import onnx
+
+        model = onnx.ModelProto.FromString(data)
+        kept = [p for p in model.metadata_props if p.key != f"edge_qkv.{key}"]
+        del model.metadata_props[:]
+        model.metadata_props.extend(kept)
+        return model.SerializeToString()
+
+    return attack
+
+
+_NUMBERS = ("format", "vocab_size", "layers", "kv_heads", "head_dim", "caches", "max_positions")
+MODELS: dict[str, Attack] = {
+    "empty": lambda data: b"",
+    "half": lambda data: data[: len(data) // 2],
+    "one byte short": lambda data: data[:-1],
+    "zeros": lambda data: bytes(len(data)),
+    "ones": lambda data: b"\xff" * len(data),
+    "text": lambda data: b"not a model at all\n" * 100,
+    "a length beyond the file": lambda data: data + b"\x72" + varint(1 << 40),
+    "a length of all ones": lambda data: data + b"\x72" + varint((1 << 64) - 1),
+    "a varint without end": lambda data: data + b"\x72" + b"\xff" * 20,
+    "an unknown wire type": lambda data: data + b"\x77\x01",
+    **{f"{key} missing": _without(key) for key in (*_NUMBERS, "cache_type", "fingerprint", "positions", "window")},
+    **{f"{key} zero": _metadata(key, "0") for key in _NUMBERS},
+    **{f"{key} negative": _metadata(key, "-1") for key in (*_NUMBERS, "window", "sinks")},
+    **{f"{key} huge": _metadata(key, "9" * 30) for key in (*_NUMBERS, "window", "sinks")},
+    **{f"{key} text": _metadata(key, "many\x1b[31m") for key in (*_NUMBERS, "cache_type", "positions", "fingerprint")},
+    "kv_heads of another model": _metadata("kv_heads", "2"),
+    "head_dim of another model": _metadata("head_dim", "9"),
+    "layers of another model": _metadata("layers", "3"),
+    "vocab_size of another model": _metadata("vocab_size", "1000"),
+    "cache_type of another model": _metadata("cache_type", "fp16"),
+    "a rotation of nothing": _metadata("rotary_base", "nan"),
+    "an odd rotation": _metadata("rotary_dim", "7"),
+    "a short fingerprint": _metadata("fingerprint", "abc"),
+}
