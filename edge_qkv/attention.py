@@ -30,6 +30,46 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [..., D] as an int8 cache holds them: codes [..., D] int8 in [-127, 127] and scales [...] fp16.
+
+    scale = max|row| / 127 as fp16, at most its largest number; code = row / scale to nearest even. A scale of 0
+    makes all codes 0. NaN counts as 0.
+    """
+    rows = torch.where(rows.isnan(), 0.0, rows)
+    scales = (rows.abs().amax(-1) / 127).clamp(max=FP16_MAX).half()
+    divisor = torch.where(scales > 0, scales.float(), 1.0)[..., None]  # values below a scale of 0 are far below 1/2
+    return (rows / divisor).round().clamp(-127, 127).to(torch.int8), scales
+
+
+def _store(rows: list[Tensor], caches: tuple[Tensor, ...], past: int) -> list[Tensor]:
+    """Writes new rows [B, G, T, D] into their caches at `past`; returns all rows [B, G, past+T, D] in float32."""
+    end = past + rows[0].shape[2]
+    stored = []
+    for i, (new, cache) in enumerate(zip(rows, caches[: len(rows)], strict=True)):
+        if cache.dtype == torch.int8:
+            scales = caches[len(rows) + i]
+            cache[:, :, past:end], scales[:, :, past:end] = quantize_rows(new)
+            stored.append(cache[:, :, :end].float() * scales[:, :, :end, None].float())
+            continue
+        if cache.dtype == torch.float16:  # saturate, as the kernels do: one inf would spoil every later token
+            new = new.clamp(-FP16_MAX, FP16_MAX)
+        cache[:, :, past:end] = new.to(cache.dtype)
+        stored.append(cache[:, :, :end].to(new.dtype))
+    return stored
+
+
+def _visible(config: ModelConfig, past: int, end: int, device: torch.device) -> Tensor | None:
+    """Which rows [end] the queries at [past, end) see, [T, end]; None: each all before it, from row 0 on."""
+    if not past and not config.window:
+        return None
+    row, query = torch.arange(end, device=device), torch.arange(past, end, device=device)[:, None]
+    visible = row <= query
+    if config.window:
+        visible &= (row > query - config.window) | (row < config.sinks)
+    return visible
+
+
 def attend(
     config: ModelConfig,
     query: Tensor,
@@ -42,8 +82,9 @@ def attend(
     """Writes the new rows at `past` and attends over rows [0, past + T).
 
     query [B, T, H*D]; key [B, T, G*D]; value [B, T, G*D], or None when keys and values are one tensor;
-    caches: one tensor (unified) or two, [B, G, C, D] fp32 or fp16, updated in place; None in training,
-    where the T rows are the whole sequence. Returns the attention [B, T, H*D] and the caches.
+    caches: one tensor (unified) or two, [B, G, C, D] fp32, fp16 or int8, and after int8 ones as many of scales,
+    [B, G, C] fp16; updated in place; None in training, where the T rows are the whole sequence. Returns the
+    attention [B, T, H*D] and the caches.
     """
     heads, groups, dim = config.heads, config.kv_heads, config.head_dim
     batch, tokens, _ = query.shape
@@ -60,18 +101,12 @@ def attend(
         if conjugate:
             rows[0] = rotate(rows[0], *here)
     if caches is not None:
-        for cache, new in zip(caches, rows, strict=True):
-            if cache.dtype == torch.float16:  # saturate, as the kernels do: one inf would spoil every later token
-                new = new.clamp(-FP16_MAX, FP16_MAX)
-            cache[:, :, past:end] = new.to(cache.dtype)
-        rows = [cache[:, :, :end].to(q.dtype) for cache in caches]  # [B, G, past+T, D]
+        rows = _store(rows, caches, past)
     keys, values = rows[0], rows[-1]
     if config.positions == "rotary-on-read":
         keys = rotate(keys, cos[:end], sin[:end])
 
-    mask = None
-    if past:
-        mask = torch.ones(tokens, end, dtype=torch.bool, device=q.device).tril(past)  # [T, past+T]
+    mask = _visible(config, past, end, q.device)
     if groups == 1:  # a view, where enable_gqa would copy
         keys, values = (x.expand(batch, heads, end, dim) for x in (keys, values))
     out = F.scaled_dot_product_attention(

@@ -60,6 +60,8 @@ def _export(arguments: argparse.Namespace) -> None:
             weights=arguments.weights,
             cache=arguments.cache,
             block_size=arguments.block_size,
+            window=arguments.window,
+            sinks=arguments.sinks,
             tokenizer=arguments.tokenizer,
             held_text=arguments.parity_text,
             parity=not arguments.no_parity,
@@ -155,6 +157,14 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     add("--weights", default="int4", choices=("fp32", "int8", "int4"), help="weight type")
     add("--cache", default="fp16", choices=tuple(CACHE_BYTES), help="cache type; fixed at export")
     add("--block-size", type=int, choices=(32, 64, 128), help="weights that share a scale; default: by measurement")
+    add(
+        "--window",
+        type=int,
+        default=0,
+        metavar="W",
+        help="let a token see the last W tokens; 0: as the checkpoint says",
+    )
+    add("--sinks", type=int, default=0, metavar="S", help="and the first S tokens besides; 0: as the checkpoint says")
     add("--output", type=Path, required=True, help="package directory to write; replaced as a whole")
     add("--tokenizer", type=Path, help="tokenizer.json; default: the one beside the checkpoint")
     add("--parity-text", type=Path, help="held-out text to compare on; default: the checkpoint's own, or random tokens")

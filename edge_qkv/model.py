@@ -13,7 +13,8 @@ from edge_qkv import attention
 from edge_qkv.config import QUERY, ModelConfig
 
 # Shapes: B batch, T new tokens, N width, M mlp_width, V vocab_size, P max_positions.
-Caches = list[tuple[Tensor, ...]]  # a tuple a layer: one tensor (unified) or two, each [B, G, C, D]
+# A tuple a layer: one tensor (unified) or two, each [B, G, C, D]; where they are int8, as many of scales [B, G, C].
+Caches = list[tuple[Tensor, ...]]
 
 _ACTIVATION = {
     "gelu": F.gelu,
@@ -167,9 +168,12 @@ class Decoder(nn.Module):
         return self.head(self.norm(x)), caches
 
     def new_caches(self, capacity: int, dtype: torch.dtype = torch.float32, batch: int = 1) -> Caches:
-        """Empty caches for `capacity` tokens."""
-        shape = (batch, self.config.kv_heads, capacity, self.config.head_dim)  # [B, G, C, D]
-        return [tuple(torch.zeros(shape, dtype=dtype) for _ in range(self.config.caches)) for _ in self.layers]
+        """Empty caches for `capacity` tokens of float32, float16 or int8."""
+        row = (batch, self.config.kv_heads, capacity)  # [B, G, C]
+        kinds = [((*row, self.config.head_dim), dtype)] * self.config.caches
+        if dtype == torch.int8:
+            kinds += [(row, torch.float16)] * self.config.caches
+        return [tuple(torch.zeros(shape, dtype=of) for shape, of in kinds) for _ in self.layers]
 
     def weight_names(self) -> Sequence[str]:
         """Names of the tensors a checkpoint must provide: the state dict, a tied head once."""

@@ -54,7 +54,7 @@ def export_onnx(
     """Writes the package `output` and returns its manifest (`edge_qkv.json`).
 
     weights: 'fp32', 'int8' or 'int4' (head and embedding then have 8 bits); block_size: weights that share a
-    scale, with int8 and int4; cache: 'fp16' or 'fp32'. tokenizer: a `tokenizer.json`, default the checkpoint's.
+    scale, with int8 and int4; cache: 'fp32', 'fp16' or 'int8'. tokenizer: a `tokenizer.json`, default the checkpoint's.
     text: held-out text on which the parity report compares the package with the checkpoint; without it, or
     without a tokenizer, random token ids. runner: opens the package for that, by default natively where our
     library is installed and else in plain ONNX Runtime. accuracy_level: of MatMulNBits; 4 rounds activations to

@@ -15,8 +15,12 @@ from edge_qkv.config import ModelConfig
 DOMAIN, NAME, VERSION = "edge_qkv", "UnifiedKVAttention", 1
 OPSET = 21  # of the ONNX operators, here and in the graph; ONNX Runtime has it since 1.18
 ROTARY = {"rotary-conjugate": "conjugate", "rotary-on-read": "on_read"}  # other positions: "none"
-INPUTS = ("query", "kv", "cache", "past", "cos", "sin", "value", "value_cache")
-ATTRIBUTES = ("num_heads", "kv_heads", "scale", "rotary", "rotary_dim")
+INPUTS = (
+    *("query", "kv", "cache", "past", "cos", "sin", "value", "value_cache"),
+    *("cache_scale", "value_cache_scale"),
+)
+OUTPUTS = ("attention", "cache_out", "value_cache_out", "cache_scale_out", "value_cache_scale_out")
+ATTRIBUTES = ("num_heads", "kv_heads", "scale", "rotary", "rotary_dim", "window", "sinks")
 
 
 def attributes(config: ModelConfig) -> dict[str, int | float | str]:
@@ -27,20 +31,31 @@ def attributes(config: ModelConfig) -> dict[str, int | float | str]:
         "scale": config.scale,
         "rotary": ROTARY.get(config.positions, "none"),
         "rotary_dim": config.rotated,
+        "window": config.window,
+        "sinks": config.sinks,
     }
 
 
+def used_outputs(config: ModelConfig, cache: str) -> tuple[str, ...]:
+    """Those of `OUTPUTS` that this model has."""
+    stored = ("cache_out",) if config.unified else ("cache_out", "value_cache_out")
+    scales = tuple(name.replace("_out", "_scale_out") for name in stored) if cache == "int8" else ()
+    return ("attention", *stored, *scales)
+
+
 def attention_function(config: ModelConfig, cache: str) -> onnx.FunctionProto:
-    """The operator for this model's sizes and a cache of 'fp32' or 'fp16'.
+    """The operator for this model's sizes and a cache of 'fp32', 'fp16' or 'int8'.
 
     The attributes are declared, as the node carries them, but their values are built in.
     """
-    inputs = INPUTS[: 8 if not config.unified else 6 if config.rotary else 4]
-    outputs = ("attention", "cache_out") + (() if config.unified else ("value_cache_out",))
+    inputs = INPUTS[: 10 if cache == "int8" else 8 if not config.unified else 6 if config.rotary else 4]
+    used = used_outputs(config, cache)
+    outputs = OUTPUTS[: OUTPUTS.index(used[-1]) + 1]
     text = f"""
         <domain: "{DOMAIN}", opset_import: ["" : {OPSET}]>
         {NAME} <{", ".join(ATTRIBUTES)}> ({", ".join(inputs)}) => ({", ".join(outputs)}) {{
             {"".join(_body(config, cache))}
+            {"".join(f"{name} = Constant <value_int = 0> ()" for name in outputs if name not in used)}
         }}"""
     function = onnx.parser.parse_function(text)
     function.doc_string = "Attention over one cached row a token and kv head; see the edge-qkv project."
@@ -52,7 +67,7 @@ def _body(config: ModelConfig, cache: str) -> list[str]:
     heads, groups, dim = config.heads, config.kv_heads, config.head_dim
     conjugate, on_read = config.positions == "rotary-conjugate", config.positions == "rotary-on-read"
     lines = [
-        _ints("zero", 0) + _ints("one", 1) + _ints("rows_axis", 2) + _ints("last_row", 2**62),
+        _ints("zero", 0) + _ints("one", 1) + _ints("rows_axis", 2) + _ints("last_row", 2**62) + _ints("rest", -1),
         """
         batch = Shape <start = 0, end = 1> (query)
         tokens = Shape <start = 1, end = 2> (query)
@@ -97,7 +112,7 @@ def _body(config: ModelConfig, cache: str) -> list[str]:
         scale_value = Constant <value_float = {config.scale!r}> ()
         scaled = Mul (products, scale_value)
         """)  # query_grouped [B, G, H/G*T, D]; products [B, G, H/G*T, E]
-    lines += [_ints("heads", heads), _ints("groups", groups), _ints("rest", -1)]
+    lines += [_ints("heads", heads), _ints("groups", groups)]
     lines.append("""
         score_shape = Concat <axis = 0> (batch, heads, tokens, end_1d)
         scores = Reshape (scaled, score_shape)
@@ -106,13 +121,26 @@ def _body(config: ModelConfig, cache: str) -> list[str]:
         query_positions = Range (past_scalar, end, step)
         query_column = Unsqueeze (query_positions, one)
         key_positions = Range (first, end, step)
-        visible = LessOrEqual (key_positions, query_column)
+        causal = LessOrEqual (key_positions, query_column)
+        """)  # scores [B, H, T, E]; causal [T, E]
+    visible = "causal"
+    if config.window:
+        lines += [_ints("window_rows", config.window), _ints("sink_rows", config.sinks)]
+        lines.append("""
+        outside = Sub (query_column, window_rows)
+        recent = Greater (key_positions, outside)
+        sink = Less (key_positions, sink_rows)
+        recent_or_sink = Or (recent, sink)
+        visible = And (causal, recent_or_sink)
+        """)
+        visible = "visible"
+    lines.append(f"""
         hidden_score = Constant <value_float = -3.4028234e38> ()
-        masked = Where (visible, scores, hidden_score)
+        masked = Where ({visible}, scores, hidden_score)
         weights = Softmax <axis = -1> (masked)
         grouped_shape = Concat <axis = 0> (batch, groups, rest, end_1d)
         weights_grouped = Reshape (weights, grouped_shape)
-        """)  # scores [B, H, T, E]; visible [T, E]
+        """)
     lines.append(f"""
         mixed = MatMul (weights_grouped, {values})
         head_shape = Concat <axis = 0> (batch, heads, tokens, rest)
@@ -168,22 +196,65 @@ def _update_cache(name: str, rows: str, stored: str, cache: str) -> str:
 
     Rows at or beyond E are carried along but never computed with: they may hold anything, NaN included.
     """
-    new = f"{name}_new"
-    if cache == "fp16":  # saturate: one infinity would spoil every later token
-        convert = f"""
-            {name}_least = Constant <value_float = {-FP16_MAX}> ()
-            {name}_most = Constant <value_float = {FP16_MAX}> ()
-            {name}_clipped = Clip ({rows}, {name}_least, {name}_most)
-            {new} = Cast <to = {onnx.TensorProto.FLOAT16}> ({name}_clipped)
-            """
-        read = f"{stored} = Cast <to = {onnx.TensorProto.FLOAT}> ({name}_valid)\n"
-    else:
-        convert, read = f"{new} = Identity ({rows})\n", f"{stored} = Identity ({name}_valid)\n"
+    match cache:
+        case "fp16":  # saturate: one infinity would spoil every later token
+            return f"""
+                {name}_least = Constant <value_float = {-FP16_MAX}> ()
+                {name}_most = Constant <value_float = {FP16_MAX}> ()
+                {name}_clipped = Clip ({rows}, {name}_least, {name}_most)
+                {name}_new = Cast <to = {onnx.TensorProto.FLOAT16}> ({name}_clipped)
+                {_insert(name)}
+                {stored} = Cast <to = {onnx.TensorProto.FLOAT}> ({name}_valid)
+                """
+        case "int8":
+            return f"""
+                {_quantize(name, rows)}
+                {_insert(name)}
+                {_insert(f"{name}_scale")}
+                {name}_codes = Cast <to = {onnx.TensorProto.FLOAT}> ({name}_valid)
+                {name}_factors = Cast <to = {onnx.TensorProto.FLOAT}> ({name}_scale_valid)
+                {name}_factor_columns = Unsqueeze ({name}_factors, rest)
+                {stored} = Mul ({name}_codes, {name}_factor_columns)
+                """
+        case _:
+            return f"""
+                {name}_new = Identity ({rows})
+                {_insert(name)}
+                {stored} = Identity ({name}_valid)
+                """
+
+
+def _insert(name: str) -> str:
+    """`new` [B, G, T, ...] at `past` of a cache, or of its scales; `valid` are the rows up to E."""
     return f"""
-        {convert}
         {name}_before = Slice ({name}, zero, past_1d, rows_axis)
         {name}_after = Slice ({name}, end_1d, last_row, rows_axis)
-        {name}_out = Concat <axis = 2> ({name}_before, {new}, {name}_after)
-        {name}_valid = Concat <axis = 2> ({name}_before, {new})
-        {read}
+        {name}_out = Concat <axis = 2> ({name}_before, {name}_new, {name}_after)
+        {name}_valid = Concat <axis = 2> ({name}_before, {name}_new)
+        """
+
+
+def _quantize(name: str, rows: str) -> str:
+    """`edge_qkv.attention.quantize_rows`: rows [B, G, T, D] to codes `new` and scales `scale_new` [B, G, T]."""
+    return f"""
+        {name}_nothing = Constant <value_float = 0.0> ()
+        {name}_whole = Constant <value_float = 1.0> ()
+        {name}_least = Constant <value_float = -127.0> ()
+        {name}_most = Constant <value_float = 127.0> ()
+        {name}_most_scale = Constant <value_float = {FP16_MAX}> ()
+        {name}_nan = IsNaN ({rows})
+        {name}_rows = Where ({name}_nan, {name}_nothing, {rows})
+        {name}_magnitudes = Abs ({name}_rows)
+        {name}_largest = ReduceMax <keepdims = 0> ({name}_magnitudes, rest)
+        {name}_exact_scale = Div ({name}_largest, {name}_most)
+        {name}_bounded_scale = Min ({name}_exact_scale, {name}_most_scale)
+        {name}_scale_new = Cast <to = {onnx.TensorProto.FLOAT16}> ({name}_bounded_scale)
+        {name}_scale_float = Cast <to = {onnx.TensorProto.FLOAT}> ({name}_scale_new)
+        {name}_positive = Greater ({name}_scale_float, {name}_nothing)
+        {name}_divisor = Where ({name}_positive, {name}_scale_float, {name}_whole)
+        {name}_divisor_column = Unsqueeze ({name}_divisor, rest)
+        {name}_quotient = Div ({name}_rows, {name}_divisor_column)
+        {name}_rounded = Round ({name}_quotient)
+        {name}_bounded = Clip ({name}_rounded, {name}_least, {name}_most)
+        {name}_new = Cast <to = {onnx.TensorProto.INT8}> ({name}_bounded)
         """

@@ -16,13 +16,15 @@ from edge_qkv.config import ModelConfig
 from edge_qkv.export import onnx_function
 from edge_qkv.model import Decoder
 
-CACHE_DTYPE = {"fp32": torch.float32, "fp16": torch.float16}
+CACHE_DTYPE = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
 _EXAMPLE_TOKENS, _EXAMPLE_ROWS, _EXAMPLE_CAPACITY = 5, 3, 8  # never 0 or 1: tracing would take those for constants
 
 
-def cache_names(config: ModelConfig) -> list[tuple[str, ...]]:
-    """The names of each layer's caches as graph inputs."""
+def cache_names(config: ModelConfig, cache: str) -> list[tuple[str, ...]]:
+    """The names of each layer's caches as graph inputs, in the order of `Decoder.new_caches`."""
     kinds = ("kv",) if config.unified else ("key", "value")
+    if cache == "int8":
+        kinds += tuple(f"{kind}_scale" for kind in kinds)
     return [tuple(f"{kind}.{i}" for kind in kinds) for i in range(config.layers)]
 
 
@@ -42,18 +44,27 @@ def symbolic_attend(
     tables: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Stands in for `edge_qkv.attention.attend` and leaves the operator's node in the graph."""
-    inputs = [query, key, caches[0], past, *(tables or (None, None)), value, None if value is None else caches[1]]
-    while inputs[-1] is None:
-        inputs.pop()
+    cache = next(name for name, dtype in CACHE_DTYPE.items() if dtype == caches[0].dtype)
+    used = onnx_function.used_outputs(config, cache)
+    after = dict(zip(used[1:], caches, strict=True))  # an output has the type and shape of its input
+    inputs = {"query": query, "kv": key, "past": past, "value": value}
+    inputs |= {name.removesuffix("_out"): tensor for name, tensor in after.items()}
+    if tables is not None:
+        inputs["cos"], inputs["sin"] = tables
+    given = [inputs.get(name) for name in onnx_function.INPUTS]
+    while given[-1] is None:
+        given.pop()
+    outputs = onnx_function.OUTPUTS[1 : onnx_function.OUTPUTS.index(used[-1]) + 1]
+    like = [after.get(name, caches[0]) for name in outputs]  # those absent are omitted in `build`
     out, *updated = torch.onnx.ops.symbolic_multi_out(
         f"{onnx_function.DOMAIN}::{onnx_function.NAME}",
-        inputs,
+        given,
         onnx_function.attributes(config),
-        dtypes=(query.dtype, *(c.dtype for c in caches)),
-        shapes=((*key.shape[:2], config.heads * config.head_dim), *(c.shape for c in caches)),
+        dtypes=(query.dtype, *(c.dtype for c in like)),
+        shapes=((*key.shape[:2], config.heads * config.head_dim), *(c.shape for c in like)),
         version=onnx_function.VERSION,
     )
-    return out, tuple(updated)
+    return out, tuple(tensor for name, tensor in zip(outputs, updated, strict=True) if name in after)
 
 
 class _WithWeights(nn.Module):
@@ -70,7 +81,7 @@ class _WithWeights(nn.Module):
         self, input_ids: Tensor, past: Tensor, logit_rows: Tensor, weights: dict[str, Tensor], caches: list[Tensor]
     ) -> tuple[Tensor, ...]:
         (decoder,) = self._decoder
-        each = decoder.config.caches
+        each = len(caches) // decoder.config.layers
         grouped = [tuple(caches[i : i + each]) for i in range(0, len(caches), each)]
         logits, updated = torch.func.functional_call(decoder, weights, (input_ids, past, grouped, logit_rows))
         return (logits, *(cache for layer in updated for cache in layer))
@@ -85,14 +96,14 @@ def build(decoder: Decoder, cache: str) -> ir.Model:
     """Lowers a prepared decoder. The initializers are values without data; their names are `named_weights`'."""
     config, dtype = decoder.config, CACHE_DTYPE[cache]
     weights = {name: _without_memory(w.shape, w.dtype) for name, w in named_weights(decoder).items()}
-    names = [name for layer in cache_names(config) for name in layer]
-    cache_shape = (1, config.kv_heads, _EXAMPLE_CAPACITY, config.head_dim)
+    names = [name for layer in cache_names(config, cache) for name in layer]
     example = (
         torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.int64),
         torch.tensor(2),
         torch.arange(_EXAMPLE_ROWS),
         weights,
-        [torch.zeros(cache_shape, dtype=dtype) for _ in names],  # last: a dict there would be taken for keywords
+        # Last: a dict there would be taken for keywords.
+        [tensor for layer in decoder.new_caches(_EXAMPLE_CAPACITY, dtype) for tensor in layer],
     )
     any_size = torch.export.Dim.DYNAMIC
     dynamic = {
@@ -113,6 +124,7 @@ def build(decoder: Decoder, cache: str) -> ir.Model:
         )
     model = program.model
     _name_interface(model.graph, names, list(weights))
+    _omit_outputs(model.graph, config, cache)
     return model
 
 
@@ -169,13 +181,23 @@ def _name_interface(graph: ir.Graph, caches: list[str], weights: list[str]) -> N
         value.name = name
     sizes = {"input_ids": {1: "T"}, "logit_rows": {0: "R"}, "logits": {1: "R"}}
     for value in [*graph.inputs, *graph.outputs]:
-        kind = value.name.split(".")[0].removesuffix("_out")
+        kind = value.name.split(".")[0].removesuffix("_out").removesuffix("_scale")
         axes = {2: "C"} if kind in ("kv", "key", "value") else sizes.get(value.name, {})
         value.shape = ir.Shape([axes.get(i, size) for i, size in enumerate(value.shape)])
     for node in graph:  # what tracing notes about source lines is of no use to a reader of the model
         node.metadata_props.clear()
         for value in node.outputs:
             value.metadata_props.clear()
+
+
+def _omit_outputs(graph: ir.Graph, config: ModelConfig, cache: str) -> None:
+    """Marks the operator's outputs that this model does not have as absent, which tracing cannot express."""
+    used = onnx_function.used_outputs(config, cache)
+    for node in graph:
+        if node.domain == onnx_function.DOMAIN:
+            for value, name in zip(node.outputs, onnx_function.OUTPUTS, strict=False):
+                if name not in used:
+                    value.name = ""
 
 
 def _without_memory(shape: torch.Size, dtype: torch.dtype) -> Tensor:

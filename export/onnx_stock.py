@@ -13,11 +13,14 @@ import numpy as np
 from edge_qkv.errors import ContextFull
 from edge_qkv.package import Package
 
-_CACHE_DTYPE = {"fp32": np.float32, "fp16": np.float16}
+_DTYPE = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
 
 
 class StockSession:
-    """One conversation of `context` tokens. The caches are the caller's to look at: `caches[name]` [1, G, C, D]."""
+    """One conversation of `context` tokens.
+
+    The caches are the caller's to look at: `caches[name]` [1, G, C, D], and the scales of int8 ones [1, G, C].
+    """
 
     def __init__(self, package: str | Path, context: int, *, threads: int = 0, providers: Sequence[str] | None = None):
         import onnxruntime
@@ -31,11 +34,11 @@ class StockSession:
             model, options, providers=list(providers or ["CPUExecutionProvider"])
         )
         self.context, self.past = context, 0
-        shape = (1, self.package.config.kv_heads, context, self.package.config.head_dim)
-        dtype = _CACHE_DTYPE[self.package.manifest["cache"]]
-        names = [i.name for i in self.engine.get_inputs()][3:]
-        # NaN where nothing was written: a graph that reads such a row shows it.
-        self.caches = {name: np.full(shape, np.nan, dtype) for name in names}
+        self.caches = {}
+        for i in self.engine.get_inputs()[3:]:
+            shape, dtype = [context if size == "C" else size for size in i.shape], _DTYPE[i.type]
+            # NaN where nothing was written (for int8, in the scales): a graph that reads such a row shows it.
+            self.caches[i.name] = np.full(shape, 1 if dtype == np.int8 else np.nan, dtype)
 
     def evaluate(self, tokens: Sequence[int], rows: Sequence[int] | None = None) -> np.ndarray:
         """Appends tokens; returns the logits [R, V] after those at `rows`, positions in `tokens` (default: all)."""

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
+#include <iterator>
 
 #include "cpu.h"
 
@@ -51,11 +52,24 @@ struct WorkPlan {
   int64_t query_rows;     // of one kv head, T * group
   int64_t head_blocks;    // blocks of one kv head
   int64_t blocks;         // of all batch entries and kv heads
-  int64_t splits;         // of the cache; 1 unless there are few blocks
-  int64_t split_rows;     // cache rows in a split
+  RowRange seen[2];       // cache rows that some query sees: sinks and the rest, see WorkItem
+  int64_t splits;         // of these rows; 1 unless there are few blocks
+  int64_t split_rows;     // rows in a split
   int64_t max_splits;     // the most splits that any `past` up to this one gives
   size_t partial_floats;  // [block_rows, D + 2]: a block's partial result
 };
+
+int64_t count(RowRange range) { return std::max<int64_t>(range.end - range.begin, 0); }
+
+RowRange intersect(RowRange a, RowRange b) {
+  return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
+}
+
+// The rows that the queries at positions [first, last] see, without those that none of them sees.
+void find_seen(const AttentionParams& p, int64_t first, int64_t last, RowRange (&seen)[2]) {
+  seen[0] = {0, std::min(p.sinks, last + 1)};
+  seen[1] = {p.window == 0 ? 0 : std::max(p.sinks, first - p.window + 1), last + 1};
+}
 
 WorkPlan make_plan(const AttentionParams& p, int lanes) {
   WorkPlan plan;
@@ -70,10 +84,12 @@ WorkPlan make_plan(const AttentionParams& p, int lanes) {
 
   plan.head_blocks = ceil_div(plan.query_rows, tile.block_rows);
   plan.blocks = p.batch * p.kv_heads * plan.head_blocks;
+  find_seen(p, p.past, p.past + p.tokens - 1, plan.seen);
+  const int64_t rows = count(plan.seen[0]) + count(plan.seen[1]);  // never shrinks as `past` grows
   plan.splits = plan.max_splits = 1;
-  plan.split_rows = p.past + p.tokens;
-  if (plan.blocks < kFewBlocks && plan.split_rows > kSplitRows) {
-    const int64_t rows = p.past + p.tokens, most_splits = kSplitItems / plan.blocks;
+  plan.split_rows = rows;
+  if (plan.blocks < kFewBlocks && rows > kSplitRows) {
+    const int64_t most_splits = kSplitItems / plan.blocks;
     plan.split_rows = kSplitRows;
     while (ceil_div(rows, plan.split_rows) > most_splits) plan.split_rows *= 2;
     plan.splits = ceil_div(rows, plan.split_rows);
@@ -114,7 +130,8 @@ Scratch take_scratch(Arena& arena, const TilePlan& tile) {
   s.row_sum = arena.take<float>(rows);
   s.decay = arena.take<float>(rows);
   s.row = arena.take<float>(dim);
-  s.visible = arena.take<int32_t>(rows);
+  s.from = arena.take<int32_t>(rows);
+  s.to = arena.take<int32_t>(rows);
   return s;
 }
 
@@ -198,8 +215,7 @@ class Call {
       item.first_row = first_row;
       item.rows =
           static_cast<int>(std::min<int64_t>(plan_.tile.block_rows, plan_.query_rows - first_row));
-      item.begin = split * plan_.split_rows;
-      item.end = std::min(item.begin + plan_.split_rows, params_.past + params_.tokens);
+      cut_rows(split, &item);
       if (plan_.splits == 1) {
         kernel_.attend(params_, plan_.tile, item, s, nullptr);
         continue;
@@ -211,6 +227,21 @@ class Call {
         kernel_.merge(params_, plan_.tile, item, parts, static_cast<int>(plan_.splits),
                       plan_.partial_floats, s.row);
       }
+    }
+  }
+
+  // The rows of a split that the item's query rows see. Splits count the rows of both ranges in a row.
+  void cut_rows(int64_t split, WorkItem* item) const {
+    const int64_t first = params_.past + item->first_row / plan_.tile.group;
+    const int64_t last = params_.past + (item->first_row + item->rows - 1) / plan_.tile.group;
+    find_seen(params_, first, last, item->ranges);
+    int64_t begin = split * plan_.split_rows;
+    for (int i = 0; i < 2; ++i) {
+      const RowRange all = plan_.seen[i];
+      const int64_t from = all.begin + std::max<int64_t>(begin, 0);
+      const int64_t to = all.begin + begin + plan_.split_rows;
+      item->ranges[i] = intersect(item->ranges[i], {from, std::min(to, all.end)});
+      begin -= count(all);
     }
   }
 
@@ -247,9 +278,10 @@ const char* attention_error(const AttentionParams& p) {
   if (p.head_dim < 1) return "head_dim must be at least 1.";
   if (p.head_dim > kMaxHeadDim) return "head_dim must be at most 65536.";
   if (!std::isfinite(p.scale)) return "scale must be a finite number.";
-  if (p.cache_type != CacheType::kFloat32 && p.cache_type != CacheType::kFloat16) {
-    return "The cache type is unknown.";
-  }
+  if (static_cast<size_t>(p.cache_type) >= std::size(kCacheTypes)) return "The cache type is unknown.";
+  if (p.window < 0) return "window must not be negative.";
+  if (p.sinks < 0) return "sinks must not be negative.";
+  if (p.sinks > 0 && p.window == 0) return "sinks need a window.";
   if (p.tokens > p.capacity || p.past > p.capacity - p.tokens) {
     return "past + tokens exceeds the capacity of the cache.";
   }
@@ -276,7 +308,9 @@ const char* attention_error(const AttentionParams& p) {
   if (!fits_memory({p.batch, p.tokens, p.num_heads, p.head_dim + kPartialExtra, sizeof(float)})) {
     return "The query exceeds the address space.";
   }
-  if (!fits_memory({p.batch, p.kv_heads, p.capacity, p.head_dim, cache_value_bytes(p.cache_type)})) {
+  const int64_t row_bytes =
+      p.head_dim * cache_value_bytes(p.cache_type) + facts(p.cache_type).scale_bytes;
+  if (!fits_memory({p.batch, p.kv_heads, p.capacity, row_bytes})) {
     return "The cache exceeds the address space.";
   }
   if (p.tokens == 0) return nullptr;  // Engines give empty tensors no memory.
@@ -287,6 +321,11 @@ const char* attention_error(const AttentionParams& p) {
   if (!p.key) return "key is null.";
   if (!p.key_cache) return "key_cache is null.";
   if (!p.output) return "output is null.";
+  const bool scaled = facts(p.cache_type).scale_bytes > 0;
+  if ((p.key_scales != nullptr) != scaled) return "key_scales go with an int8 cache, and only with it.";
+  if ((p.value_scales != nullptr) != (scaled && p.value)) {
+    return "value_scales go with an int8 cache of separate values, and only with it.";
+  }
   if (p.rotary != Rotary::kNone && (!p.cos || !p.sin)) return "A rotary table is null.";
   return nullptr;
 }

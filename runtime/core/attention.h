@@ -9,8 +9,10 @@
 
 namespace edge_qkv {
 
-// kInt8: a row of one kv head is its values divided by the row's scale and rounded, the scale being a
-// 127th of the row's largest magnitude, kept as fp16.
+// kInt8: a row of one kv head is codes in [-127, 127] and a scale, a 127th of the row's largest
+// magnitude as fp16 (to nearest, at most 65504). A code is the value divided by that fp16 scale, to
+// nearest even; it stands for code * scale. A scale that is 0 in fp16 makes all codes 0. NaN counts as
+// 0.
 enum class CacheType : int { kFloat32 = 0, kFloat16 = 1, kInt8 = 2 };
 
 // Everything about the types in one place: index it with static_cast<int>(type).
@@ -56,14 +58,14 @@ struct AttentionParams {
   int64_t window = 0;          // rows a query sees, itself included; 0: all
   int64_t sinks = 0;           // first rows that every query sees besides; 0 without a window
   CacheType cache_type = CacheType::kFloat16;
-  const float* query = nullptr;  // [B, T, H*D]
-  const float* key = nullptr;    // [B, T, G*D]; key and value at once when `value` is null
-  const float* value = nullptr;  // [B, T, G*D], or null when unified
-  void* key_cache = nullptr;     // [B, G, C, D] of cache_type
-  void* value_cache = nullptr;   // [B, G, C, D], or null when unified
+  const float* query = nullptr;      // [B, T, H*D]
+  const float* key = nullptr;        // [B, T, G*D]; key and value at once when `value` is null
+  const float* value = nullptr;      // [B, T, G*D], or null when unified
+  void* key_cache = nullptr;         // [B, G, C, D] of cache_type
+  void* value_cache = nullptr;       // [B, G, C, D], or null when unified
   uint16_t* key_scales = nullptr;    // [B, G, C] fp16, or null unless the cache is int8
   uint16_t* value_scales = nullptr;  // [B, G, C] fp16, or null unless it is int8 and not unified
-  float* output = nullptr;       // [B, T, H*D]
+  float* output = nullptr;           // [B, T, H*D]
 };
 
 // Runs fn(arg, i) for every i in [0, count), on as many threads as the caller has; returns when all are

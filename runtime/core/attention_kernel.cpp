@@ -60,16 +60,31 @@ void rotate_row(const AttentionParams& p, const float* in, float* out, int64_t p
 
 bool output_is_rotated(const AttentionParams& p) { return p.rotary == Rotary::kConjugate && !p.value; }
 
-// Offset of a row of a cache, in values.
-int64_t cache_offset(const AttentionParams& p, int64_t batch, int64_t kv_head, int64_t row) {
-  return ((batch * p.kv_heads + kv_head) * p.capacity + row) * p.head_dim;
+// A cache with its scales, both of all heads; `scales` is null unless it is int8.
+struct Cache {
+  void* rows;
+  uint16_t* scales;
+};
+Cache key_cache(const AttentionParams& p) { return {p.key_cache, p.key_scales}; }
+Cache value_cache(const AttentionParams& p) { return {p.value_cache, p.value_scales}; }
+
+// Index of a row of a kv head among all rows of a cache.
+int64_t cache_row(const AttentionParams& p, int64_t batch, int64_t kv_head, int64_t row) {
+  return (batch * p.kv_heads + kv_head) * p.capacity + row;
 }
 
-void write_row(const AttentionParams& p, void* cache, int64_t offset, const float* row) {
-  if (p.cache_type == CacheType::kFloat16) {
-    float_row_to_half(row, (uint16_t*)cache + offset, p.head_dim);
-  } else {
-    memcpy((float*)cache + offset, row, (size_t)p.head_dim * sizeof *row);
+void write_row(const AttentionParams& p, Cache cache, int64_t index, const float* row) {
+  const int64_t offset = index * p.head_dim;
+  switch (p.cache_type) {
+    case CacheType::kFloat32:
+      memcpy((float*)cache.rows + offset, row, (size_t)p.head_dim * sizeof *row);
+      break;
+    case CacheType::kFloat16:
+      float_row_to_half(row, (uint16_t*)cache.rows + offset, p.head_dim);
+      break;
+    case CacheType::kInt8:
+      cache.scales[index] = float_row_to_codes(row, (int8_t*)cache.rows + offset, p.head_dim);
+      break;
   }
 }
 
@@ -77,15 +92,15 @@ void append(const AttentionParams& p, int64_t batch, int64_t kv_head, int64_t be
             float* row) {
   for (int64_t t = begin; t < end; ++t) {
     const int64_t source = ((batch * p.tokens + t) * p.kv_heads + kv_head) * p.head_dim;
-    const int64_t offset = cache_offset(p, batch, kv_head, p.past + t);
+    const int64_t index = cache_row(p, batch, kv_head, p.past + t);
     const float* key = p.key + source;
     if (p.rotary == Rotary::kConjugate) {
       memcpy(row, key, (size_t)p.head_dim * sizeof *row);
       rotate_row(p, row, row, p.past + t, 1.0f);
       key = row;
     }
-    write_row(p, p.key_cache, offset, key);
-    if (p.value) write_row(p, p.value_cache, offset, p.value + source);
+    write_row(p, key_cache(p), index, key);
+    if (p.value) write_row(p, value_cache(p), index, p.value + source);
   }
 }
 
@@ -97,20 +112,27 @@ struct Tile {
 
 // Rows [begin, begin + rows) of one kv head. An fp32 cache whose rows are whole vectors is used in
 // place.
-Tile load_tile(const AttentionParams& p, const TilePlan& plan, const void* cache, const WorkItem& item,
+Tile load_tile(const AttentionParams& p, const TilePlan& plan, Cache cache, const WorkItem& item,
                int64_t begin, int rows, float* buffer) {
   const int D = p.head_dim;
-  const int64_t offset = cache_offset(p, item.batch, item.kv_head, begin);
-  if (p.cache_type == CacheType::kFloat16) {
-    const uint16_t* in = (const uint16_t*)cache + offset;
-    for (int n = 0; n < rows; ++n) half_row_to_float(in + (int64_t)n * D, buffer + n * plan.dim_pad, D);
-  } else {
-    const float* in = (const float*)cache + offset;
-    if (plan.dim_pad == D) return {in, D};
-    for (int n = 0; n < rows; ++n) {
-      float* out = buffer + n * plan.dim_pad;
-      memcpy(out, in + (int64_t)n * D, (size_t)D * sizeof *out);
-      memset(out + D, 0, (size_t)(plan.dim_pad - D) * sizeof *out);
+  const int64_t first = cache_row(p, item.batch, item.kv_head, begin);
+  if (p.cache_type == CacheType::kFloat32 && plan.dim_pad == D) {
+    return {(const float*)cache.rows + first * D, D};
+  }
+  for (int64_t n = 0; n < rows; ++n) {
+    const int64_t offset = (first + n) * D;
+    float* out = buffer + n * plan.dim_pad;
+    switch (p.cache_type) {
+      case CacheType::kFloat32:
+        memcpy(out, (const float*)cache.rows + offset, (size_t)D * sizeof *out);
+        memset(out + D, 0, (size_t)(plan.dim_pad - D) * sizeof *out);
+        break;
+      case CacheType::kFloat16:
+        half_row_to_float((const uint16_t*)cache.rows + offset, out, D);
+        break;
+      case CacheType::kInt8:
+        codes_row_to_float((const int8_t*)cache.rows + offset, cache.scales[first + n], out, D);
+        break;
     }
   }
   return {buffer, plan.dim_pad};
@@ -151,10 +173,18 @@ void write_output(const AttentionParams& p, const TilePlan& plan, const WorkItem
   memcpy(out, row, (size_t)p.head_dim * sizeof *out);
 }
 
-// How many of the tile's `rows` rows from cache row `begin` on query row r may see.
-int visible_rows(const AttentionParams& p, const TilePlan& plan, int64_t r, int64_t begin, int rows) {
-  const int64_t seen = p.past + r / plan.group + 1 - begin;
-  return seen < 0 ? 0 : seen < rows ? (int)seen : rows;
+// The rows of a tile that a query row sees.
+struct Span {
+  int from, to;
+};
+
+// What query row r sees of the `rows` cache rows from `begin` on, which are all sinks or all not.
+Span visible_rows(const AttentionParams& p, const TilePlan& plan, int64_t r, int64_t begin, int rows) {
+  const int64_t position = p.past + r / plan.group;
+  const int64_t to = position + 1 - begin;
+  const int64_t from = p.window > 0 && begin >= p.sinks ? to - p.window : 0;
+  const auto inside = [&](int64_t n) { return n < 0 ? 0 : n < rows ? (int)n : rows; };
+  return {inside(from), inside(to)};
 }
 
 // ---- scores: lanes across query rows ----
@@ -196,17 +226,19 @@ void score_rows(Tile keys, int rows, const float* query, int D, int query_pad, f
   }
 }
 
-// scores [rows, query_pad] to weights in place, for L query rows; `visible` is null where all see all.
+// scores [rows, query_pad] to weights in place, for L query rows. `from` and `to` say which rows of the
+// tile each of them sees; null where all see all.
 template <int L>
-void softmax_lanes(float* scores, int rows, int query_pad, const int32_t* visible, float* row_max,
-                   float* row_sum, float* decay) {
+void softmax_lanes(float* scores, int rows, int query_pad, const int32_t* from, const int32_t* to,
+                   float* row_max, float* row_sum, float* decay) {
   const Float<L> old_max = load<L>(row_max);
   Float<L> top = old_max;
-  if (visible) {
-    const Int<L> limit = load<L>(visible);
+  if (from) {
+    const Int<L> first = load<L>(from), limit = load<L>(to);
     for (int n = 0; n < rows; ++n) {
       Float<L> s = load<L>(scores + n * query_pad);
-      s = splat<L>((int32_t)n) < limit ? s : splat<L>(kMasked);
+      const Int<L> at = splat<L>((int32_t)n);
+      s = ((at >= first) & (at < limit)) ? s : splat<L>(kMasked);
       store<L>(scores + n * query_pad, s);
       top = s > top ? s : top;
     }
@@ -239,16 +271,16 @@ void weigh_tile(Tile keys, int rows, int query_rows, int query_pad, int D, bool 
   }
   if (m < query_rows) score_rows<L, 1, kScoreRows>(keys, rows, s.query + m, D, query_pad, s.scores + m);
   for (m = 0; m < query_rows; m += L) {
-    softmax_lanes<L>(s.scores + m, rows, query_pad, masked ? s.visible + m : nullptr, s.row_max + m,
-                     s.row_sum + m, s.decay + m);
+    softmax_lanes<L>(s.scores + m, rows, query_pad, masked ? s.from + m : nullptr, s.to + m,
+                     s.row_max + m, s.row_sum + m, s.decay + m);
   }
 }
 
 // ---- scores: lanes across head_dim ----
 
-// Weights of one query row [dim_pad] for a tile: weights [rows rounded up to whole vectors], 0 from
-// `visible` on.
-void weigh_tile_for_row(Tile keys, int rows, const float* query, int dim_pad, int visible,
+// Weights of one query row [dim_pad] for a tile: weights [rows rounded up to whole vectors], 0 outside
+// `visible`.
+void weigh_tile_for_row(Tile keys, int rows, const float* query, int dim_pad, Span visible,
                         float* weights, float* row_max, float* row_sum, float* decay) {
   for (int n = 0; n < rows; n += 4) {
     const float* k[4];  // beyond the last row the last one again: read, then masked
@@ -264,7 +296,8 @@ void weigh_tile_for_row(Tile keys, int rows, const float* query, int dim_pad, in
     store<4>(weights + n, sum_lanes(fold(a), fold(b), fold(c), fold(e)));
   }
   const int padded = round_up(rows, kLanes);
-  for (int n = visible; n < padded; ++n) weights[n] = kMasked;
+  for (int n = 0; n < visible.from; ++n) weights[n] = kMasked;
+  for (int n = visible.to; n < padded; ++n) weights[n] = kMasked;
 
   Float<kLanes> top_lanes = splat<kLanes>(*row_max);
   for (int n = 0; n < padded; n += kLanes) {
@@ -369,61 +402,73 @@ void load_queries(const AttentionParams& p, const TilePlan& plan, const WorkItem
   }
 }
 
+// How a block's query rows lie in the lanes.
+struct Lanes {
+  bool few;   // the layout for a few query rows
+  int lanes;  // else of a vector across query rows: the narrowest that holds the block, or the widest
+  int query_pad;  // query rows rounded up to such vectors
+};
+
+Lanes choose_lanes(int query_rows) {
+  int lanes = kLanes;
+  while (lanes > 4 && lanes / 2 >= query_rows) lanes /= 2;
+  return {query_rows <= kFewRows, lanes, round_up(query_rows, lanes)};
+}
+
+// Adds `rows` cache rows from `begin` on, all sinks or all not, to what the block has seen.
+void attend_tile(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, Lanes lanes,
+                 int64_t begin, int rows, const Scratch& s) {
+  const Tile stored = load_tile(p, plan, key_cache(p), item, begin, rows, s.values);
+  const Tile keys =
+      p.rotary == Rotary::kOnRead ? rotate_tile(p, plan, stored, begin, rows, s.keys) : stored;
+  const auto visible = [&](int m) { return visible_rows(p, plan, item.first_row + m, begin, rows); };
+  if (lanes.few) {
+    for (int m = 0; m < item.rows; ++m) {
+      weigh_tile_for_row(keys, rows, s.query + m * plan.dim_pad, plan.dim_pad, visible(m),
+                         s.scores + m * plan.tile_rows, s.row_max + m, s.row_sum + m, s.decay + m);
+    }
+  } else {
+    // The first query row sees least at the end of the tile, the last one least at its beginning.
+    const bool masked = visible(0).to < rows || visible(item.rows - 1).from > 0;
+    for (int m = 0; masked && m < lanes.query_pad; ++m) {
+      s.from[m] = visible(m).from;
+      s.to[m] = visible(m).to;
+    }
+    if (lanes.lanes == kLanes) {
+      weigh_tile<kLanes>(keys, rows, item.rows, lanes.query_pad, p.head_dim, masked, s);
+    } else if constexpr (kLanes > 4) {
+      if (lanes.lanes == 4) {
+        weigh_tile<4>(keys, rows, item.rows, lanes.query_pad, p.head_dim, masked, s);
+      } else {
+        weigh_tile<8>(keys, rows, item.rows, lanes.query_pad, p.head_dim, masked, s);
+      }
+    }
+  }
+
+  const Tile values = p.value ? load_tile(p, plan, value_cache(p), item, begin, rows, s.values) : stored;
+  const Weights weights =
+      lanes.few ? Weights{s.scores, plan.tile_rows, 1} : Weights{s.scores, 1, lanes.query_pad};
+  accumulate<kValueRows>(weights, values, rows, item.rows, s.decay, s.acc, plan.dim_pad);
+}
+
 void attend(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, const Scratch& s,
             float* partial) {
-  // Lanes across query rows: the narrowest vector that holds the block's rows, or several of the widest.
-  const bool few = item.rows <= kFewRows;
-  int lanes = kLanes;
-  while (lanes > 4 && lanes / 2 >= item.rows) lanes /= 2;
-  const int query_pad = round_up(item.rows, lanes);
-
-  load_queries(p, plan, item, query_pad, s);
-  for (int m = 0; m < query_pad; ++m) {
+  const Lanes lanes = choose_lanes(item.rows);
+  load_queries(p, plan, item, lanes.query_pad, s);
+  for (int m = 0; m < lanes.query_pad; ++m) {
     s.row_max[m] = kNoScore;
     s.row_sum[m] = 0.0f;
   }
   memset(s.acc, 0, (size_t)item.rows * plan.dim_pad * sizeof *s.acc);
 
-  // Rows below `seen_by_all` are visible to every query row of the block, rows from `end` on to none.
-  const int64_t seen_by_all = p.past + item.first_row / plan.group + 1;
-  const int64_t seen_by_last = p.past + (item.first_row + item.rows - 1) / plan.group + 1;
-  const int64_t end = item.end < seen_by_last ? item.end : seen_by_last;
-  for (int64_t begin = item.begin; begin < end; begin += plan.tile_rows) {
-    const int rows = end - begin < plan.tile_rows ? (int)(end - begin) : plan.tile_rows;
-    const bool masked = begin + rows > seen_by_all;
-
-    const Tile stored = load_tile(p, plan, p.key_cache, item, begin, rows, s.values);
-    const Tile keys =
-        p.rotary == Rotary::kOnRead ? rotate_tile(p, plan, stored, begin, rows, s.keys) : stored;
-    if (few) {
-      for (int m = 0; m < item.rows; ++m) {
-        const int visible = visible_rows(p, plan, item.first_row + m, begin, rows);
-        weigh_tile_for_row(keys, rows, s.query + m * plan.dim_pad, plan.dim_pad, visible,
-                           s.scores + m * plan.tile_rows, s.row_max + m, s.row_sum + m, s.decay + m);
-      }
-    } else {
-      if (masked) {
-        for (int m = 0; m < query_pad; ++m) {
-          s.visible[m] = visible_rows(p, plan, item.first_row + m, begin, rows);
-        }
-      }
-      if (lanes == kLanes) {
-        weigh_tile<kLanes>(keys, rows, item.rows, query_pad, p.head_dim, masked, s);
-      } else if constexpr (kLanes > 4) {
-        if (lanes == 4) {
-          weigh_tile<4>(keys, rows, item.rows, query_pad, p.head_dim, masked, s);
-        } else {
-          weigh_tile<8>(keys, rows, item.rows, query_pad, p.head_dim, masked, s);
-        }
-      }
+  for (const RowRange& range : item.ranges) {
+    for (int64_t begin = range.begin; begin < range.end; begin += plan.tile_rows) {
+      const int64_t rows = range.end - begin;
+      attend_tile(p, plan, item, lanes, begin, rows < plan.tile_rows ? (int)rows : plan.tile_rows, s);
     }
-
-    const Tile values =
-        p.value ? load_tile(p, plan, p.value_cache, item, begin, rows, s.values) : stored;
-    const Weights weights = few ? Weights{s.scores, plan.tile_rows, 1} : Weights{s.scores, 1, query_pad};
-    accumulate<kValueRows>(weights, values, rows, item.rows, s.decay, s.acc, plan.dim_pad);
   }
 
+  // A row that saw nothing here leaves sums of 0 under the score kNoScore, which merge to nothing.
   for (int m = 0; m < item.rows; ++m) {
     float* acc = s.acc + (int64_t)m * plan.dim_pad;
     if (!partial) {

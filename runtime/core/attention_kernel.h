@@ -23,26 +23,31 @@ struct TilePlan {
 
 // A task's scratch. All pointers are 64-byte aligned.
 struct Scratch {
-  float* query;      // [D, block_pad], or [block_rows, dim_pad] where a block is only a few rows
-  float* scores;     // [tile_rows, block_pad], or [block_rows, tile_rows]
-  float* keys;       // [tile_rows, dim_pad]
-  float* values;     // [tile_rows, dim_pad]
-  float* acc;        // [block_rows, dim_pad] sum of weights times values, not yet divided by row_sum
-  float* row_max;    // [block_pad] largest score so far, in units of log2
-  float* row_sum;    // [block_pad] sum of weights so far
-  float* decay;      // [block_pad] factor that carries acc over to the newest row_max
-  float* row;        // [dim_pad] one row in flight
-  int32_t* visible;  // [block_pad] rows of the tile that a query row may see
+  float* query;    // [D, block_pad], or [block_rows, dim_pad] where a block is only a few rows
+  float* scores;   // [tile_rows, block_pad], or [block_rows, tile_rows]
+  float* keys;     // [tile_rows, dim_pad]
+  float* values;   // [tile_rows, dim_pad]
+  float* acc;      // [block_rows, dim_pad] sum of weights times values, not yet divided by row_sum
+  float* row_max;  // [block_pad] largest score so far, in units of log2
+  float* row_sum;  // [block_pad] sum of weights so far
+  float* decay;    // [block_pad] factor that carries acc over to the newest row_max
+  float* row;      // [dim_pad] one row in flight
+  int32_t* from;   // [block_pad] first row of the tile that a query row sees
+  int32_t* to;     // [block_pad] row of the tile behind the last one that it sees
 };
 
-// One piece of work: a block of query rows against a range of cache rows.
+struct RowRange {
+  int64_t begin, end;  // rows [begin, end) of a cache; empty unless begin < end
+};
+
+// One piece of work: a block of query rows against two ranges of cache rows, of which each row is seen
+// by some query row of the block: sinks, that is rows < AttentionParams::sinks, and rows beyond them.
 struct WorkItem {
   int64_t batch;
   int64_t kv_head;
   int64_t first_row;  // first query row of the block, in [0, T*group)
   int rows;           // query rows in the block
-  int64_t begin;      // cache rows [begin, end); causality may end it earlier
-  int64_t end;
+  RowRange ranges[2];
 };
 
 // The result of a WorkItem that saw only part of the cache: [rows, D + 2], a row being D sums of weight

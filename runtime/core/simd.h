@@ -40,6 +40,7 @@ struct Simd {
   typedef int32_t Int __attribute__((vector_size(L * 4)));
   typedef uint32_t Bits __attribute__((vector_size(L * 4)));
   typedef uint16_t Half __attribute__((vector_size(L * 2)));
+  typedef int8_t Code __attribute__((vector_size(L)));
 };
 template <int L>
 using Float = typename Simd<L>::Float;
@@ -222,6 +223,65 @@ EDGE_QKV_INLINE void float_row_to_half(const float* in, uint16_t* out, int64_t c
     to_half(half, load<kLanes>(tail));
     memcpy(out + i, half, (size_t)(count - i) * sizeof *out);
   }
+}
+
+// int8 rows: codes in [-127, 127] and a scale in half precision, see CacheType in attention.h.
+
+EDGE_QKV_INLINE Float<kLanes> from_codes(const int8_t* p) {
+  Simd<kLanes>::Code codes;
+  memcpy(&codes, p, sizeof codes);
+  return __builtin_convertvector(__builtin_convertvector(codes, Int<kLanes>), Float<kLanes>);
+}
+
+// A row of `count` codes times its scale, exact in fp32; zeros up to the next whole vector.
+EDGE_QKV_INLINE void codes_row_to_float(const int8_t* in, uint16_t scale, float* out, int64_t count) {
+  uint16_t scales[kLanes] = {scale};
+  const float factor = from_half(scales)[0];
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store<kLanes>(out + i, from_codes(in + i) * factor);
+  if (i < count) {
+    int8_t tail[kLanes] = {};
+    memcpy(tail, in + i, (size_t)(count - i));
+    store<kLanes>(out + i, from_codes(tail) * factor);
+  }
+}
+
+// The next whole vector of a row that has `count` values left, zeros behind the last one.
+EDGE_QKV_INLINE Float<kLanes> load_some(const float* p, int64_t count) {
+  if (count >= kLanes) return load<kLanes>(p);
+  float tail[kLanes] = {};
+  memcpy(tail, p, (size_t)count * sizeof *p);
+  return load<kLanes>(tail);
+}
+
+// Writes the codes of a row and returns its scale.
+EDGE_QKV_INLINE uint16_t float_row_to_codes(const float* in, int8_t* out, int64_t count) {
+  Float<kLanes> largest = {};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Float<kLanes> x = load_some(in + i, count - i);
+    const Float<kLanes> magnitude = (Float<kLanes>)((Bits<kLanes>)x & 0x7fffffffu);
+    largest = magnitude > largest ? magnitude : largest;  // false for NaN
+  }
+  float top = 0.0f;
+  for (int i = 0; i < kLanes; ++i) top = largest[i] > top ? largest[i] : top;
+  uint16_t scale[kLanes];
+  to_half(scale, splat<kLanes>(top / 127.0f));
+  const float step = from_half(scale)[0];
+  // Where the scale is 0, all values are far below 1/2 and become 0 by any larger divisor.
+  const Float<kLanes> divisor = splat<kLanes>(step > 0.0f ? step : 1.0f);
+  // Adding 1.5 * 2^23 leaves the nearest integer in the low mantissa bits.
+  const float kRound = 12582912.0f;
+  const Int<kLanes> kRoundBits = (Int<kLanes>)splat<kLanes>(kRound);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Float<kLanes> x = load_some(in + i, count - i) / divisor;
+    x = x > 127.0f ? splat<kLanes>(127.0f) : x;
+    x = x < -127.0f ? splat<kLanes>(-127.0f) : x;
+    x = x == x ? x : Float<kLanes>{};
+    const Simd<kLanes>::Code codes =
+        __builtin_convertvector((Int<kLanes>)(x + kRound) - kRoundBits, Simd<kLanes>::Code);
+    memcpy(out + i, &codes, (size_t)(count - i < kLanes ? count - i : kLanes));
+  }
+  return scale[0];
 }
 
 }  // namespace EDGE_QKV_ISA

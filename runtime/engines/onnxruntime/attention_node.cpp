@@ -5,11 +5,15 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
+
+#include "model_file.h"
 
 namespace edge_qkv::ort {
 namespace {
 
-constexpr const char* kNames[] = {"query", "kv", "cache", "past", "cos", "sin", "value", "value_cache"};
+constexpr const char* kNames[] = {"query", "kv",    "cache",       "past",        "cos",
+                                  "sin",   "value", "value_cache", "cache_scale", "value_cache_scale"};
 constexpr size_t kMostRank = 4;
 
 // Thrown inside this file only.
@@ -89,10 +93,20 @@ bool same_shape(const Tensor& a, const Tensor& b) {
   return a.rank == b.rank && std::memcmp(a.shape, b.shape, a.rank * sizeof a.shape[0]) == 0;
 }
 
-// Rows [0, past) of every head, for a cache that is not updated in place. cache [B, G, C, D]
-void copy_valid_rows(const AttentionParams& p, const void* from, void* to) {
+// The cache type of an element type; false where there is none.
+bool cache_type_of(int element, CacheType* type) {
+  for (const CacheType each : {CacheType::kFloat32, CacheType::kFloat16, CacheType::kInt8}) {
+    *type = each;
+    if (element_type(each) == element) return true;
+  }
+  return false;
+}
+
+// Rows [0, past) of every head, for a tensor that is not updated in place: [B, G, C] rows of `row`
+// bytes.
+void copy_valid_rows(const AttentionParams& p, int64_t row_bytes, const void* from, void* to) {
   if (from == to) return;
-  const size_t row = static_cast<size_t>(p.head_dim * cache_value_bytes(p.cache_type));
+  const size_t row = static_cast<size_t>(row_bytes);
   const size_t head = row * static_cast<size_t>(p.capacity);
   for (size_t i = 0; i < static_cast<size_t>(p.batch * p.kv_heads); ++i) {
     std::memcpy(static_cast<char*>(to) + i * head, static_cast<const char*>(from) + i * head,
@@ -120,7 +134,7 @@ struct NodeThreads {
 }  // namespace
 
 OrtStatus* AttentionNode::read_attributes(const OrtKernelInfo* info) {
-  const auto integer = [&](const char* name, int* out) -> OrtStatus* {
+  const auto integer = [&](const char* name, auto* out) -> OrtStatus* {
     int64_t value = 0;
     if (OrtStatus* error = api_.KernelInfoGetAttribute_int64(info, name, &value)) return error;
     if (value < 0 || value > INT_MAX) {
@@ -133,6 +147,16 @@ OrtStatus* AttentionNode::read_attributes(const OrtKernelInfo* info) {
   };
   if (OrtStatus* error = integer("num_heads", &attributes_.num_heads)) return error;
   if (OrtStatus* error = integer("kv_heads", &attributes_.kv_heads)) return error;
+  for (const auto& [name, out] :
+       {std::pair{"window", &attributes_.window}, std::pair{"sinks", &attributes_.sinks}}) {
+    if (OrtStatus* error = integer(name, out)) {
+      api_.ReleaseStatus(error);
+      return api_.CreateStatus(
+          kInvalidArgument,
+          "The attention has no sound window and sinks: an older edge-qkv wrote this "
+          "model; export it again.");
+    }
+  }
   if (OrtStatus* error = api_.KernelInfoGetAttribute_float(info, "scale", &attributes_.scale))
     return error;
 
@@ -162,19 +186,20 @@ OrtStatus* AttentionNode::compute(OrtKernelContext* raw) const try {
   const Tensor sin = context.input(kSin, kFloat, 2);                     // [P, R/2]
   const Tensor value = context.input(kValue, kFloat, 3);                 // [B, T, G*D]
   const Tensor value_cache = context.input(kValueCache, kUndefined, 4);  // [B, G, C, D]
-
-  context.require(query.value && key.value && cache.value && past.value,
-                  "The attention needs query, kv, cache and past.");
-  context.require(cache.type == kFloat || cache.type == kFloat16, "The cache must be float or float16.");
+  const Tensor cache_scale = context.input(kCacheScale, kFloat16, 3);    // [B, G, C]
+  const Tensor value_cache_scale = context.input(kValueCacheScale, kFloat16, 3);
 
   AttentionParams params = attributes_;
+  context.require(query.value && key.value && cache.value && past.value,
+                  "The attention needs query, kv, cache and past.");
+  context.require(cache_type_of(cache.type, &params.cache_type),
+                  "The cache must be float, float16 or int8.");
   params.batch = query.shape[0];
   params.tokens = query.shape[1];
   params.past = *static_cast<const int64_t*>(past.data);
   params.capacity = cache.shape[2];
   context.require(cache.shape[3] <= INT_MAX, "The cache's head_dim is out of range.");
   params.head_dim = static_cast<int>(cache.shape[3]);
-  params.cache_type = cache.type == kFloat ? CacheType::kFloat32 : CacheType::kFloat16;
 
   const auto rows_like = [&](const Tensor& t, int64_t heads) {  // [B, T, heads*D]
     return t.shape[0] == params.batch && t.shape[1] == params.tokens &&
@@ -193,6 +218,11 @@ OrtStatus* AttentionNode::compute(OrtKernelContext* raw) const try {
     context.require(same_shape(value_cache, cache) && value_cache.type == cache.type,
                     "The shapes or types of the two caches differ.");
   }
+  for (const Tensor* scale : {&cache_scale, &value_cache_scale}) {
+    context.require(
+        !scale->value || std::memcmp(scale->shape, cache.shape, 3 * sizeof cache.shape[0]) == 0,
+        "The shapes of a cache and its scales differ.");
+  }
   if (params.rotary != Rotary::kNone) {
     context.require(
         cos.value && sin.value && same_shape(cos, sin) && cos.shape[1] == params.rotary_dim / 2,
@@ -207,17 +237,26 @@ OrtStatus* AttentionNode::compute(OrtKernelContext* raw) const try {
   params.value = static_cast<const float*>(value.data);
   params.key_cache = cache.data;
   params.value_cache = value_cache.data;
+  params.key_scales = static_cast<uint16_t*>(cache_scale.data);
+  params.value_scales = static_cast<uint16_t*>(value_cache_scale.data);
   params.output = static_cast<float*>(context.output(kAttention, query));
   // Before the outputs replace the inputs: `past` must be sound for the copy.
   const char* unsound = attention_error(params);
   context.require(!unsound, unsound ? unsound : "");
 
-  params.key_cache = context.output(kCacheOut, cache);
-  copy_valid_rows(params, cache.data, params.key_cache);
-  if (value.value) {
-    params.value_cache = context.output(kValueCacheOut, value_cache);
-    copy_valid_rows(params, value_cache.data, params.value_cache);
-  }
+  const CacheTypeFacts& type = facts(params.cache_type);
+  const auto update = [&](const Tensor& from, Output index, int64_t row_bytes) -> void* {
+    if (!from.value) return nullptr;
+    void* to = context.output(index, from);
+    copy_valid_rows(params, row_bytes, from.data, to);
+    return to;
+  };
+  const int64_t row_bytes = params.head_dim * type.value_bytes;
+  params.key_cache = update(cache, kCacheOut, row_bytes);
+  params.value_cache = update(value_cache, kValueCacheOut, row_bytes);
+  params.key_scales = static_cast<uint16_t*>(update(cache_scale, kCacheScaleOut, type.scale_bytes));
+  params.value_scales =
+      static_cast<uint16_t*>(update(value_cache_scale, kValueCacheScaleOut, type.scale_bytes));
 
   // Not kept between calls: sessions run at the same time, and every layer has a node of its own.
   const std::unique_ptr<void, void (*)(void*)> workspace(

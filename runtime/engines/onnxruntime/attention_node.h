@@ -10,8 +10,20 @@ namespace edge_qkv::ort {
 
 class AttentionNode {
  public:
-  enum Input { kQuery, kKey, kCache, kPast, kCos, kSin, kValue, kValueCache, kInputs };
-  enum Output { kAttention, kCacheOut, kValueCacheOut, kOutputs };
+  enum Input {
+    kQuery,
+    kKey,
+    kCache,
+    kPast,
+    kCos,
+    kSin,
+    kValue,
+    kValueCache,
+    kCacheScale,
+    kValueCacheScale,
+    kInputs
+  };
+  enum Output { kAttention, kCacheOut, kValueCacheOut, kCacheScaleOut, kValueCacheScaleOut, kOutputs };
 
   AttentionNode(const Api& api, size_t tasks) : api_(api), tasks_(tasks) {}
 

@@ -2,6 +2,7 @@
 
 #include <climits>
 #include <exception>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,7 +18,7 @@ namespace {
 // ONNX Runtime tells types apart by operator: one of the same name for each type of the cache.
 struct AttentionOp : CustomOp {
   const Api* api;
-  int cache_type;  // kFloat or kFloat16
+  int cache_type;  // kFloat, kFloat16 or kInt8
   size_t tasks;
 };
 
@@ -36,13 +37,30 @@ OrtStatus* guarded(const Api& api, Function function) noexcept {
 }
 
 int input_type(const CustomOp* op, size_t index) {
-  if (index == AttentionNode::kPast) return kInt64;
-  const bool cache = index == AttentionNode::kCache || index == AttentionNode::kValueCache;
-  return cache ? self(op).cache_type : kFloat;
+  switch (index) {
+    case AttentionNode::kCache:
+    case AttentionNode::kValueCache:
+      return self(op).cache_type;
+    case AttentionNode::kPast:
+      return kInt64;
+    case AttentionNode::kCacheScale:
+    case AttentionNode::kValueCacheScale:
+      return kFloat16;
+    default:
+      return kFloat;
+  }
 }
 
 int output_type(const CustomOp* op, size_t index) {
-  return index == AttentionNode::kAttention ? kFloat : self(op).cache_type;
+  switch (index) {
+    case AttentionNode::kAttention:
+      return kFloat;
+    case AttentionNode::kCacheScaleOut:
+    case AttentionNode::kValueCacheScaleOut:
+      return kFloat16;
+    default:
+      return self(op).cache_type;
+  }
 }
 
 OrtStatus* infer_shapes(const CustomOp* op, OrtShapeInferContext* context) {
@@ -59,8 +77,10 @@ OrtStatus* infer_shapes(const CustomOp* op, OrtShapeInferContext* context) {
   return nullptr;
 }
 
-constexpr int kInplaceInputs[] = {AttentionNode::kCache, AttentionNode::kValueCache};
-constexpr int kInplaceOutputs[] = {AttentionNode::kCacheOut, AttentionNode::kValueCacheOut};
+constexpr int kInplaceInputs[] = {AttentionNode::kCache, AttentionNode::kValueCache,
+                                  AttentionNode::kCacheScale, AttentionNode::kValueCacheScale};
+constexpr int kInplaceOutputs[] = {AttentionNode::kCacheOut, AttentionNode::kValueCacheOut,
+                                   AttentionNode::kCacheScaleOut, AttentionNode::kValueCacheScaleOut};
 
 CustomOp describe() {
   CustomOp op = {};
@@ -103,7 +123,7 @@ CustomOp describe() {
   op.GetMayInplace = [](int** inputs, int** outputs) -> size_t {
     *inputs = const_cast<int*>(kInplaceInputs);
     *outputs = const_cast<int*>(kInplaceOutputs);
-    return 2;
+    return std::size(kInplaceInputs);
   };
   op.ReleaseMayInplace = [](int*, int*) {};
   op.GetAliasMap = [](int**, int**) -> size_t { return 0; };
@@ -115,17 +135,17 @@ CustomOp describe() {
 struct Registration {
   Registration(const OrtApi* table, int threads)
       : api(table),
-        float_op{describe(), &api, kFloat, static_cast<size_t>(threads)},
-        half_op{describe(), &api, kFloat16, static_cast<size_t>(threads)} {}
+        ops{{describe(), &api, kFloat16, static_cast<size_t>(threads)},
+            {describe(), &api, kFloat, static_cast<size_t>(threads)},
+            {describe(), &api, kInt8, static_cast<size_t>(threads)}} {}
 
   OrtStatus* make_domain() {
     if (OrtStatus* error = api.CreateCustomOpDomain("edge_qkv", &domain)) return error;
-    if (OrtStatus* error = add(half_op)) return error;
-    return add(float_op);
-  }
-
-  OrtStatus* add(const CustomOp& op) {
-    return api.CustomOpDomain_Add(domain, reinterpret_cast<const OrtCustomOp*>(&op));
+    for (const CustomOp& op : ops) {
+      const auto* added = reinterpret_cast<const OrtCustomOp*>(&op);
+      if (OrtStatus* error = api.CustomOpDomain_Add(domain, added)) return error;
+    }
+    return nullptr;
   }
 
   ~Registration() {
@@ -133,8 +153,7 @@ struct Registration {
   }
 
   const Api api;
-  const AttentionOp float_op;
-  const AttentionOp half_op;
+  const AttentionOp ops[3];
   OrtCustomOpDomain* domain = nullptr;
 };
 
