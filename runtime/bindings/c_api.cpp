@@ -1,5 +1,6 @@
 // The C ABI over Session and the engines: checks pointers, catches everything, keeps the last error.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -11,7 +12,9 @@
 #include "core/attention.h"
 #include "core/error.h"
 #include "core/memory.h"
+#include "core/pressure.h"
 #include "core/session.h"
+#include "core/session_pool.h"
 #include "edge_qkv.h"
 #include "engines/engine.h"
 #include "message.h"
@@ -19,7 +22,12 @@
 using namespace edge_qkv;
 
 struct eqkv_model {
-  std::shared_ptr<const EngineModel> engine;  // shared with the sessions, whatever is closed first
+  // Shared with the sessions, whatever is closed first.
+  std::shared_ptr<const EngineModel> engine;
+  std::shared_ptr<SessionPool> pool;
+  int64_t context = 0;        // the most that a session may have
+  int64_t prefill_chunk = 0;  // with a budget, the largest that a session may have; 0: any
+  std::unique_ptr<PressureWatch> watch;
 };
 
 struct eqkv_session {
@@ -134,6 +142,26 @@ eqkv_status with_rows(eqkv_session* handle, Rows rows, Function function) noexce
   });
 }
 
+SessionOptions session_options(const eqkv_model& model, const eqkv_session_options& read) {
+  SessionOptions options;
+  options.context = read.context == 0 ? model.context : read.context;
+  options.prefill_chunk = read.prefill_chunk;
+  options.overflow = {static_cast<eqkv_overflow>(read.overflow), read.sinks, read.window, read.block};
+  if (model.context < options.context && options.context <= model.engine->info().max_positions) {
+    throw Error(EQKV_OVER_BUDGET, "A context of " + std::to_string(options.context) +
+                                      " tokens is more than the model's memory budget was planned for, " +
+                                      std::to_string(model.context) + ".");
+  }
+  const int64_t chunk = options.prefill_chunk == 0 ? Session::kPrefillChunk : options.prefill_chunk;
+  if (model.prefill_chunk > 0 && chunk > model.prefill_chunk) {
+    throw Error(EQKV_OVER_BUDGET,
+                "A prefill chunk of " + std::to_string(chunk) +
+                    " tokens is more than the model's memory budget was planned for, " +
+                    std::to_string(model.prefill_chunk) + ".");
+  }
+  return options;
+}
+
 }  // namespace
 
 extern "C" {
@@ -229,7 +257,7 @@ eqkv_status eqkv_session_open(eqkv_model* model, const eqkv_session_options* opt
     require(options, "options");
     const eqkv_session_options read = read_options(options, {});
     *session = new eqkv_session(
-        model->pool, std::make_unique<Session>(model->engine, model->session_options(read)));
+        model->pool, std::make_unique<Session>(model->engine, session_options(*model, read)));
   });
 }
 
@@ -294,7 +322,7 @@ eqkv_status eqkv_session_fork(eqkv_session* session, eqkv_session** fork) {
   return with_session(session, [&](Session& s) {
     require(fork, "fork");
     *fork = nullptr;
-    *fork = new eqkv_session(session->pool, s.fork());
+    *fork = new eqkv_session(session->pool, s.fork(session->pool->spill_directory()));
     session->pool->forget(session->member, 0);  // the rows are in a file now
   });
 }
@@ -345,7 +373,7 @@ eqkv_status eqkv_session_get_info(const eqkv_session* session, eqkv_session_info
     require(info, "info");
     const uint64_t used = static_cast<uint64_t>(s.length() * s.cache().view().layout.token_bytes());
     write_info(info, {0, s.length(), s.context(), used, s.cache().committed_bytes(),
-                      s.cache().reserved_bytes()});
+                      s.cache().reserved_bytes(), s.dropped()});
   });
 }
 

@@ -73,19 +73,45 @@ int64_t cache_row(const AttentionParams& p, int64_t batch, int64_t kv_head, int6
   return (batch * p.kv_heads + kv_head) * p.capacity + row;
 }
 
-void write_row(const AttentionParams& p, Cache cache, int64_t index, const float* row) {
-  const int64_t offset = index * p.head_dim;
-  switch (p.cache_type) {
+// A row of `count` values as a cache holds it; `scale` is null unless it is int8.
+void write_row(CacheType type, const float* in, void* row, uint16_t* scale, int64_t count) {
+  switch (type) {
     case CacheType::kFloat32:
-      memcpy((float*)cache.rows + offset, row, (size_t)p.head_dim * sizeof *row);
+      memcpy(row, in, (size_t)count * sizeof *in);
       break;
     case CacheType::kFloat16:
-      float_row_to_half(row, (uint16_t*)cache.rows + offset, p.head_dim);
+      float_row_to_half(in, (uint16_t*)row, count);
       break;
     case CacheType::kInt8:
-      cache.scales[index] = float_row_to_codes(row, (int8_t*)cache.rows + offset, p.head_dim);
+      *scale = float_row_to_codes(in, (int8_t*)row, count);
       break;
   }
+}
+
+// Back to floats, with zeros up to the next whole vector.
+void read_row(CacheType type, const void* row, const uint16_t* scale, float* out, int64_t count) {
+  switch (type) {
+    case CacheType::kFloat32:
+      memcpy(out, row, (size_t)count * sizeof *out);
+      memset(out + count, 0, (size_t)(round_up((int)count, kLanes) - count) * sizeof *out);
+      break;
+    case CacheType::kFloat16:
+      half_row_to_float((const uint16_t*)row, out, count);
+      break;
+    case CacheType::kInt8:
+      codes_row_to_float((const int8_t*)row, *scale, out, count);
+      break;
+  }
+}
+
+// Where row `index` of a cache and its scale are.
+char* row_at(const AttentionParams& p, Cache cache, int64_t index) {
+  return (char*)cache.rows + index * p.head_dim * cache_value_bytes(p.cache_type);
+}
+uint16_t* scale_at(Cache cache, int64_t index) { return cache.scales ? cache.scales + index : nullptr; }
+
+void write_row(const AttentionParams& p, Cache cache, int64_t index, const float* in) {
+  write_row(p.cache_type, in, row_at(p, cache, index), scale_at(cache, index), p.head_dim);
 }
 
 void append(const AttentionParams& p, int64_t batch, int64_t kv_head, int64_t begin, int64_t end,
@@ -120,20 +146,8 @@ Tile load_tile(const AttentionParams& p, const TilePlan& plan, Cache cache, cons
     return {(const float*)cache.rows + first * D, D};
   }
   for (int64_t n = 0; n < rows; ++n) {
-    const int64_t offset = (first + n) * D;
-    float* out = buffer + n * plan.dim_pad;
-    switch (p.cache_type) {
-      case CacheType::kFloat32:
-        memcpy(out, (const float*)cache.rows + offset, (size_t)D * sizeof *out);
-        memset(out + D, 0, (size_t)(plan.dim_pad - D) * sizeof *out);
-        break;
-      case CacheType::kFloat16:
-        half_row_to_float((const uint16_t*)cache.rows + offset, out, D);
-        break;
-      case CacheType::kInt8:
-        codes_row_to_float((const int8_t*)cache.rows + offset, cache.scales[first + n], out, D);
-        break;
-    }
+    read_row(p.cache_type, row_at(p, cache, first + n), scale_at(cache, first + n),
+             buffer + n * plan.dim_pad, D);
   }
   return {buffer, plan.dim_pad};
 }
@@ -524,7 +538,7 @@ void float_to_half(const float* in, uint16_t* out, size_t count) {
 }  // namespace
 
 extern const Kernel kKernel = {
-    EDGE_QKV_STRING(EDGE_QKV_ISA), kLanes, append, attend, merge, half_to_float, float_to_half};
+    EDGE_QKV_STRING(EDGE_QKV_ISA), kLanes, append, attend, merge, read_row, write_row, half_to_float, float_to_half};
 
 }  // namespace EDGE_QKV_ISA
 }  // namespace edge_qkv

@@ -71,6 +71,11 @@ struct Kernel {
   void (*merge)(const AttentionParams& params, const TilePlan& plan, const WorkItem& item,
                 const float* partial, int splits, size_t stride, float* row);
 
+  // A row of `count` values of a kv head, as `attend` reads and `append` writes it; `scale` is null
+  // unless the type is int8. `out` has room for whole vectors.
+  void (*read_row)(CacheType type, const void* row, const uint16_t* scale, float* out, int64_t count);
+  void (*write_row)(CacheType type, const float* in, void* row, uint16_t* scale, int64_t count);
+
   // IEEE half precision. To half: to nearest even, beyond the largest half saturates; see simd.h.
   void (*half_to_float)(const uint16_t* in, float* out, size_t count);
   void (*float_to_half)(const float* in, uint16_t* out, size_t count);

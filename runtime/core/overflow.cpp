@@ -88,8 +88,7 @@ void drop_rows(const CacheView& view, const ModelInfo& model, int64_t first, int
   const CacheLayout& layout = view.layout;
   const Kernel& kernel = active_kernel();
   const Rotation rotation(model, first - last);
-  const size_t values = static_cast<size_t>(layout.head_dim);
-  std::vector<float> row(values);
+  std::vector<float> row(static_cast<size_t>(layout.head_dim + kernel.lanes));  // whole vectors
   for (int64_t tensor = 0; tensor < layout.tensors(); ++tensor) {
     const int64_t in_layer = tensor % layout.tensors_per_layer();
     // The first tensor of a layer holds the keys, or keys and values at once; its scales go with it.
@@ -107,9 +106,9 @@ void drop_rows(const CacheView& view, const ModelInfo& model, int64_t first, int
         return reinterpret_cast<uint16_t*>(view.row(tensor + layout.caches, head, at));
       };
       for (int64_t from = last, to = first; from < length; ++from, ++to) {
-        kernel.read_row(layout.type, view.row(tensor, head, from), scale(from), row.data(), values);
+        kernel.read_row(layout.type, view.row(tensor, head, from), scale(from), row.data(), layout.head_dim);
         rotation.apply(row.data());
-        kernel.write_row(layout.type, row.data(), view.row(tensor, head, to), scale(to), values);
+        kernel.write_row(layout.type, row.data(), view.row(tensor, head, to), scale(to), layout.head_dim);
       }
     }
   }

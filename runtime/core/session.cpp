@@ -42,18 +42,20 @@ SessionOptions checked(SessionOptions options, const ModelInfo& model) {
 Session::Session(std::shared_ptr<const EngineModel> model, const SessionOptions& options)
     : model_(std::move(model)),
       options_(checked(options, model_->info())),
+      overflow_(options_.overflow, model_->info(), options_.context),
       memory_(model_->info().cache, options_.context),
       state_(model_->open(memory_.view())),
-      logits_(static_cast<size_t>(model_->info().vocab_size)),
-      next_logits_(logits_.size()) {}
+      logits_(static_cast<size_t>(model_->info().vocab_size)) {}
 
 void Session::evaluate(const int32_t* tokens, size_t count, float* logits) {
-  check_fits(count);
+  if (!overflow_.drops()) check_fits(count);
   check_vocabulary(tokens, count);
   stop_if_cancelled();
   const size_t vocab = logits_.size();
+  const int64_t most = std::min(options_.prefill_chunk, overflow_.most_tokens());
   for (size_t done = 0; done < count;) {
-    const size_t chunk = std::min(count - done, static_cast<size_t>(options_.prefill_chunk));
+    const size_t chunk = std::min(count - done, static_cast<size_t>(most));
+    make_room(static_cast<int64_t>(chunk));
     forward(tokens + done, chunk, logits ? logits + done * vocab : nullptr);
     done += chunk;
     if (done < count) stop_if_cancelled();
@@ -64,7 +66,8 @@ void Session::evaluate(const int32_t* tokens, size_t count, float* logits) {
 // next one is cancelled or fails; that is one row of the head, beside a whole chunk of layers.
 void Session::forward(const int32_t* tokens, size_t count, float* logits) {
   const size_t before = tokens_.size();
-  tokens_.insert(tokens_.end(), tokens, tokens + count);  // first: it may run out of memory
+  next_logits_.resize(logits_.size());  // first: these may run out of memory
+  tokens_.insert(tokens_.end(), tokens, tokens + count);
   try {
     state_->forward(tokens, count, static_cast<int64_t>(before), logits ? count : 1,
                     logits ? logits : next_logits_.data());
@@ -80,6 +83,20 @@ void Session::forward(const int32_t* tokens, size_t count, float* logits) {
   }
   has_logits_ = true;
 }
+
+void Session::make_room(int64_t more) {
+  const auto [first, last] = overflow_.rows_to_drop(length(), more);
+  if (first == last) return;
+  const int64_t left = length() - (last - first);
+  memory_.changed_from(first);
+  drop_rows(memory_.view(), model(), first, last, length());
+  tokens_.erase(tokens_.begin() + first, tokens_.begin() + last);
+  has_logits_ = has_logits_ && left > 0;
+  dropped_ += last - first;
+  memory_.release(left);
+}
+
+void Session::release_workspace() { std::vector<float>().swap(next_logits_); }
 
 const float* Session::logits() const {
   if (!has_logits_) {

@@ -9,6 +9,7 @@
 
 #include "cache.h"
 #include "engines/engine.h"
+#include "overflow.h"
 #include "sampler.h"
 
 namespace edge_qkv {
@@ -16,6 +17,7 @@ namespace edge_qkv {
 struct SessionOptions {
   int64_t context = 0;        // capacity in tokens
   int64_t prefill_chunk = 0;  // tokens evaluated at once; 0: kPrefillChunk
+  OverflowOptions overflow;
 };
 
 // Used by one thread at a time, except for `cancel`. Everything that can fail throws Error and leaves
@@ -26,7 +28,8 @@ class Session {
 
   Session(std::shared_ptr<const EngineModel> model, const SessionOptions& options);
 
-  // Appends tokens; logits [count, vocab_size] of all of them, or null.
+  // Appends tokens; logits [count, vocab_size] of all of them, or null. Tokens that do not fit are
+  // refused as a whole, unless the overflow options say what to drop for them, chunk by chunk.
   void evaluate(const int32_t* tokens, size_t count, float* logits);
 
   // [vocab_size], of the token after the last; throws where the last change was not an evaluate.
@@ -58,26 +61,33 @@ class Session {
   void fill(int64_t length, uint64_t seed);
   void cancel();
 
+  // Frees what is only needed during an evaluation.
+  void release_workspace();
+
   const ModelInfo& model() const { return model_->info(); }
   const CacheMemory& cache() const { return memory_; }
   int64_t length() const { return static_cast<int64_t>(tokens_.size()); }
   int64_t context() const { return options_.context; }
   const std::vector<int32_t>& tokens() const { return tokens_; }
+  int64_t dropped() const { return dropped_; }  // tokens, on overflow
 
  private:
   void check_fits(uint64_t more) const;
+  void make_room(int64_t more);
   void check_vocabulary(const int32_t* tokens, size_t count) const;
   void forward(const int32_t* tokens, size_t count, float* logits);
   void stop_if_cancelled();
 
   const std::shared_ptr<const EngineModel> model_;
   const SessionOptions options_;  // no defaults left to fill in
+  const Overflow overflow_;
   CacheMemory memory_;
   std::unique_ptr<EngineState> state_;  // over memory_
   std::vector<int32_t> tokens_;
   std::vector<float> logits_;       // [vocab_size]
-  std::vector<float> next_logits_;  // where the engine writes them: it may stop half-way
+  std::vector<float> next_logits_;  // where the engine writes them: it may stop half-way; or empty
   bool has_logits_ = false;
+  int64_t dropped_ = 0;
   Sampler sampler_;
 
   std::mutex cancel_mutex_;  // keeps the flag and the engine's interrupt in step

@@ -28,6 +28,8 @@ class SessionPool {
   SessionPool(std::shared_ptr<const EngineModel> model, std::string spill, uint64_t cache_bytes)
       : model_(std::move(model)), spill_(std::move(spill)), cache_bytes_(cache_bytes) {}
 
+  const std::string& spill_directory() const { return spill_; }
+
   void add(PooledSession& member);
   void remove(PooledSession& member);  // which no thread is in
 
