@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import os
 import sys
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 
 import edge_qkv
@@ -48,7 +48,16 @@ class MemoryInfo(_Struct):
 
 
 class ModelOptions(_Struct):
-    _fields_ = [("struct_size", c_size_t), ("engine_library", c_char_p), ("threads", c_int32)]
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("engine_library", c_char_p),
+        ("threads", c_int32),
+        ("memory", c_uint64),
+        ("context", c_int64),
+        ("prefill_chunk", c_int64),
+        ("packed_weights", c_char_p),
+        ("spill", c_char_p),
+    ]
 
 
 class ModelInfo(_Struct):
@@ -62,6 +71,9 @@ class ModelInfo(_Struct):
         ("head_dim", c_int64),
         ("max_positions", c_int64),
         ("cache_bytes_per_token", c_int64),
+        ("packed", c_int32),
+        ("context", c_int64),
+        ("fingerprint", c_char * 65),
     ]
 
 

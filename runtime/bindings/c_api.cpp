@@ -1,6 +1,8 @@
 // The C ABI over Session and the engines: checks pointers, catches everything, keeps the last error.
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -142,6 +144,11 @@ eqkv_status with_rows(eqkv_session* handle, Rows rows, Function function) noexce
   });
 }
 
+std::string spill_directory(const char* given) {
+  const char* temporary = std::getenv("TMPDIR");
+  return given ? given : temporary && *temporary ? temporary : "/tmp";
+}
+
 SessionOptions session_options(const eqkv_model& model, const eqkv_session_options& read) {
   SessionOptions options;
   options.context = read.context == 0 ? model.context : read.context;
@@ -189,7 +196,11 @@ eqkv_status eqkv_model_open(const char* path, const eqkv_model_options* options,
     eqkv_model_options read = {};
     if (options) read = read_options(options, read);
     const EngineOptions engine{read.engine_library ? read.engine_library : "", read.threads};
-    *model = new eqkv_model{open_model(path, engine)};
+    auto opened = std::make_unique<eqkv_model>();
+    opened->engine = open_model(path, engine);
+    opened->context = opened->engine->info().max_positions;
+    opened->pool = std::make_shared<SessionPool>(opened->engine, spill_directory(read.spill), 0);
+    *model = opened.release();
   });
 }
 
@@ -243,8 +254,11 @@ eqkv_status eqkv_model_get_info(const eqkv_model* model, eqkv_model_info* info) 
     require(model, "model");
     require(info, "info");
     const ModelInfo& m = model->engine->info();
-    write_info(info, {0, m.engine, facts(m.cache.type).name, m.vocab_size, m.cache.layers,
-                      m.cache.kv_heads, m.cache.head_dim, m.max_positions, m.cache.token_bytes()});
+    eqkv_model_info all = {0, m.engine, facts(m.cache.type).name, m.vocab_size, m.cache.layers,
+                           m.cache.kv_heads, m.cache.head_dim, m.max_positions, m.cache.token_bytes(),
+                           0, model->context, ""};
+    std::snprintf(all.fingerprint, sizeof all.fingerprint, "%s", m.fingerprint.c_str());
+    write_info(info, all);
   });
 }
 

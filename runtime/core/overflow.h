@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cache.h"
+#include "edge_qkv.h"
 #include "engines/engine.h"
 
 namespace edge_qkv {

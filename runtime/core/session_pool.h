@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 
+#include "edge_qkv.h"
 #include "session.h"
 
 namespace edge_qkv {

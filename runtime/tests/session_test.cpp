@@ -64,6 +64,7 @@ class FakeModel : public EngineModel {
     info_.cache = {CacheType::kFloat32, 1, 1, 1, 1};
   }
   const ModelInfo& info() const override { return info_; }
+  void release_pages() const override {}
   std::unique_ptr<EngineState> open(const CacheView& cache) const override {
     return std::make_unique<FakeState>(cache, probe);
   }
@@ -75,7 +76,7 @@ class FakeModel : public EngineModel {
 
 struct Fixture {
   explicit Fixture(int64_t context = 100, int64_t chunk = 4)
-      : model(std::make_shared<FakeModel>()), session(model, {context, chunk}) {}
+      : model(std::make_shared<FakeModel>()), session(model, {context, chunk, {}}) {}
 
   void evaluate(const std::vector<int32_t>& tokens, float* logits = nullptr) {
     session.evaluate(tokens.data(), tokens.size(), logits);

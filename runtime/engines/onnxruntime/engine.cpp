@@ -1,6 +1,9 @@
 #include "engine.h"
 
+#include <cstdlib>
+
 #include "core/error.h"
+#include "core/memory.h"
 #include "custom_op.h"
 #include "state.h"
 
@@ -9,15 +12,25 @@ namespace {
 
 class Model : public EngineModel {
  public:
-  explicit Model(LoadedGraph graph) : graph_(std::move(graph)) {}
+  Model(LoadedGraph graph, std::string directory)
+      : graph_(std::move(graph)), directory_(std::move(directory)) {}
   const ModelInfo& info() const override { return graph_.info; }
+  void release_pages() const override { release_file_pages(directory_); }
   std::unique_ptr<EngineState> open(const CacheView& cache) const override {
     return std::make_unique<State>(graph_, cache);
   }
 
  private:
   const LoadedGraph graph_;
+  const std::string directory_;  // absolute: of the files that weights are mapped from
 };
+
+// Of the file at `path`, with a slash at its end.
+std::string absolute_directory(const std::string& path) {
+  const std::unique_ptr<char, void (*)(void*)> whole(realpath(path.c_str(), nullptr), std::free);
+  const std::string resolved = whole ? whole.get() : path;
+  return resolved.substr(0, resolved.rfind('/') + 1);
+}
 
 Handle<OrtSessionOptions> session_options(const Library& library, int threads) {
   const Api& api = library.api();
@@ -50,7 +63,8 @@ std::unique_ptr<EngineModel> open_onnx(const std::string& path, const EngineOpti
           path + " cannot be loaded");
   });
   const ModelInfo info = read_model_info(library, session.get(), path);
-  return std::make_unique<Model>(LoadedGraph{library, std::move(session), info, graph_names(info)});
+  return std::make_unique<Model>(LoadedGraph{library, std::move(session), info, graph_names(info)},
+                                 absolute_directory(path));
 }
 
 }  // namespace edge_qkv::ort

@@ -1,0 +1,2 @@
+from edge_qkv.errors import InputError
+def parse_size(x, what): return int(x)
