@@ -162,9 +162,9 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="W",
-        help="let a token see the last W tokens; 0: as the checkpoint says",
+        help="a token sees the last W tokens; 0: as the checkpoint says",
     )
-    add("--sinks", type=int, default=0, metavar="S", help="and the first S tokens besides; 0: as the checkpoint says")
+    add("--sinks", type=int, default=0, metavar="S", help="and the first S tokens; 0: as the checkpoint says")
     add("--output", type=Path, required=True, help="package directory to write; replaced as a whole")
     add("--tokenizer", type=Path, help="tokenizer.json; default: the one beside the checkpoint")
     add("--parity-text", type=Path, help="held-out text to compare on; default: the checkpoint's own, or random tokens")

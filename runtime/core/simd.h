@@ -9,6 +9,8 @@
 
 #if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -227,10 +229,31 @@ EDGE_QKV_INLINE void float_row_to_half(const float* in, uint16_t* out, int64_t c
 
 // int8 rows: codes in [-127, 127] and a scale in half precision, see CacheType in attention.h.
 
+// Intrinsics, for compilers widen a vector of bytes one byte at a time.
 EDGE_QKV_INLINE Float<kLanes> from_codes(const int8_t* p) {
+#if defined(__AVX512F__)
+  const Int<kLanes> wide =
+      (Int<16>)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+  const Int<kLanes> wide = (Int<8>)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#elif defined(__SSE2__)
+  int32_t four;
+  memcpy(&four, p, sizeof four);
+  __m128i codes = _mm_cvtsi32_si128(four);
+  codes = _mm_unpacklo_epi8(codes, codes);  // four copies of each, the topmost with the sign in place
+  codes = _mm_unpacklo_epi16(codes, codes);
+  const Int<kLanes> wide = (Int<4>)_mm_srai_epi32(codes, 24);
+#elif defined(__aarch64__)
+  uint32_t four;
+  memcpy(&four, p, sizeof four);
+  const int8x8_t codes = vreinterpret_s8_u32(vdup_n_u32(four));
+  const Int<kLanes> wide = (Int<4>)vmovl_s16(vget_low_s16(vmovl_s8(codes)));
+#else
   Simd<kLanes>::Code codes;
   memcpy(&codes, p, sizeof codes);
-  return __builtin_convertvector(__builtin_convertvector(codes, Int<kLanes>), Float<kLanes>);
+  const Int<kLanes> wide = __builtin_convertvector(codes, Int<kLanes>);
+#endif
+  return __builtin_convertvector(wide, Float<kLanes>);
 }
 
 // A row of `count` codes times its scale, exact in fp32; zeros up to the next whole vector.

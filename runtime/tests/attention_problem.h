@@ -125,6 +125,26 @@ inline std::vector<float> random_floats(size_t count, float scale = 1.0f) {
   return v;
 }
 
+// A row as an int8 cache holds it, by the definition at CacheType: in float, so that ties fall alike.
+struct CodedRow {
+  std::vector<int8_t> codes;
+  float scale;
+};
+
+inline CodedRow nearest_codes(const float* row, int count) {
+  float largest = 0;
+  for (int i = 0; i < count; ++i) {
+    if (std::fabs(row[i]) > largest) largest = std::fabs(row[i]);
+  }
+  CodedRow coded{std::vector<int8_t>(count), static_cast<float>(nearest_half(largest / 127.0f))};
+  for (int i = 0; i < count; ++i) {
+    if (coded.scale == 0 || std::isnan(row[i])) continue;
+    coded.codes[i] =
+        static_cast<int8_t>(std::clamp(std::nearbyint(row[i] / coded.scale), -127.0f, 127.0f));
+  }
+  return coded;
+}
+
 struct Case {
   int64_t tokens, past;
   int heads, kv_heads, dim;
@@ -132,38 +152,64 @@ struct Case {
   int rotary_dim = 0;
   bool separate = false;
   int64_t batch = 1;
+  int64_t window = 0, sinks = 0;
+};
+
+// A cache of either kind; `scales` has bytes only where it is int8.
+struct CacheBuffers {
+  Guarded rows{0}, scales{0};
 };
 
 struct Problem {
   AttentionParams p;
   std::vector<float> query, key, value, cos, sin;
-  Guarded key_cache{0}, value_cache{0}, output{0};
+  CacheBuffers key_cache, value_cache;
+  Guarded output{0};
 
-  size_t cache_values() const { return p.batch * p.kv_heads * p.capacity * p.head_dim; }
-  double cached(const Guarded& cache, size_t i) const {
-    Guarded& c = const_cast<Guarded&>(cache);
-    return p.cache_type == CacheType::kFloat16 ? half_value(c.as<uint16_t>()[i]) : c.as<float>()[i];
-  }
-  size_t row_at(int64_t b, int64_t g, int64_t n) const {
-    return ((b * p.kv_heads + g) * p.capacity + n) * p.head_dim;
+  size_t cache_rows() const { return p.batch * p.kv_heads * p.capacity; }
+  size_t row_at(int64_t b, int64_t g, int64_t n) const { return (b * p.kv_heads + g) * p.capacity + n; }
+  double cached(const CacheBuffers& cache, size_t row, int d) const {
+    CacheBuffers& c = const_cast<CacheBuffers&>(cache);
+    const size_t i = row * p.head_dim + d;
+    switch (p.cache_type) {
+      case CacheType::kFloat32:
+        return c.rows.as<float>()[i];
+      case CacheType::kFloat16:
+        return half_value(c.rows.as<uint16_t>()[i]);
+      default:
+        return c.rows.as<int8_t>()[i] * half_value(c.scales.as<uint16_t>()[row]);
+    }
   }
 
-  // Random valid rows, NaN in the rows that nobody has written.
-  Guarded new_cache() {
-    const size_t width = static_cast<size_t>(cache_value_bytes(p.cache_type));
-    Guarded cache(cache_values() * width);
-    const std::vector<float> row = random_floats(p.past * p.head_dim);
-    std::vector<uint16_t> half(row.size());
-    if (row.empty()) return cache;
-    active_kernel().float_to_half(row.data(), half.data(), row.size());
+  // Whether the query at `position` sees row n.
+  bool sees(int64_t position, int64_t n) const {
+    return n <= position && (p.window == 0 || n < p.sinks || n > position - p.window);
+  }
+
+  // Random rows where a query may look, NaN in the rows that nobody has written or nobody sees.
+  CacheBuffers new_cache() {
+    const CacheTypeFacts& type = facts(p.cache_type);
+    const int D = p.head_dim;
+    CacheBuffers cache{Guarded(cache_rows() * D * type.value_bytes),
+                       Guarded(cache_rows() * type.scale_bytes)};
+    const std::vector<float> noise = random_floats(p.past * D);
+    std::vector<float> row(D);
     for (int64_t head = 0; head < p.batch * p.kv_heads; ++head) {
-      unsigned char* to = cache.as<unsigned char>() + head * p.capacity * p.head_dim * width;
-      // The same rows for every head, but turned by one value a head.
-      const size_t turn = head % row.size();
-      const unsigned char* from = reinterpret_cast<const unsigned char*>(row.data());
-      if (width == 2) from = reinterpret_cast<const unsigned char*>(half.data());
-      std::memcpy(to, from + turn * width, (row.size() - turn) * width);
-      std::memcpy(to + (row.size() - turn) * width, from, turn * width);
+      for (int64_t n = 0; n < p.past; ++n) {
+        if (!sees(p.past, n)) continue;
+        // The same rows for every head, but turned by one value a head.
+        for (int d = 0; d < D; ++d) row[d] = noise[(n * D + d + head) % noise.size()];
+        const size_t at = head * p.capacity + n;
+        if (p.cache_type == CacheType::kFloat32) {
+          std::copy(row.begin(), row.end(), cache.rows.as<float>() + at * D);
+        } else if (p.cache_type == CacheType::kFloat16) {
+          active_kernel().float_to_half(row.data(), cache.rows.as<uint16_t>() + at * D, D);
+        } else {
+          const CodedRow coded = nearest_codes(row.data(), D);
+          std::copy(coded.codes.begin(), coded.codes.end(), cache.rows.as<int8_t>() + at * D);
+          active_kernel().float_to_half(&coded.scale, cache.scales.as<uint16_t>() + at, 1);
+        }
+      }
     }
     return cache;
   }
@@ -173,6 +219,7 @@ struct Problem {
     p.num_heads = c.heads, p.kv_heads = c.kv_heads, p.head_dim = c.dim;
     p.scale = 1.0f / std::sqrt(static_cast<float>(c.dim));
     p.rotary = c.rotary, p.rotary_dim = c.rotary_dim, p.cache_type = type;
+    p.window = c.window, p.sinks = c.sinks;
     query = random_floats(p.batch * p.tokens * p.num_heads * p.head_dim, 2.0f);
     key = random_floats(p.batch * p.tokens * p.kv_heads * p.head_dim);
     p.query = query.data(), p.key = key.data();
@@ -190,8 +237,12 @@ struct Problem {
       p.cos = cos.data(), p.sin = sin.data();
     }
     key_cache = new_cache();
-    p.key_cache = key_cache.as<void>();
-    if (c.separate) value_cache = new_cache(), p.value_cache = value_cache.as<void>();
+    p.key_cache = key_cache.rows.as<void>();
+    if (c.separate) value_cache = new_cache(), p.value_cache = value_cache.rows.as<void>();
+    if (type == CacheType::kInt8) {
+      p.key_scales = key_cache.scales.as<uint16_t>();
+      if (c.separate) p.value_scales = value_cache.scales.as<uint16_t>();
+    }
     output = Guarded(query.size() * sizeof(float));
     p.output = output.as<float>();
   }
@@ -204,7 +255,10 @@ struct Problem {
     }
     Guarded workspace(attention_workspace_bytes(p, tasks), 3);
     attention(p, workspace.as<void>(), tasks, pool.handle());
-    return workspace.intact() && output.intact() && key_cache.intact() && value_cache.intact();
+    for (const CacheBuffers* cache : {&key_cache, &value_cache}) {
+      if (!cache->rows.intact() || !cache->scales.intact()) return false;
+    }
+    return workspace.intact() && output.intact();
   }
 
   // `row` turned by the angles of `position`, back where direction is -1; in float64 from the tables.
@@ -217,22 +271,29 @@ struct Problem {
     }
   }
 
-  std::vector<double> cache_row(const Guarded& cache, int64_t b, int64_t g, int64_t n) const {
+  std::vector<double> cache_row(const CacheBuffers& cache, int64_t b, int64_t g, int64_t n) const {
     std::vector<double> row(p.head_dim);
-    for (int d = 0; d < p.head_dim; ++d) row[d] = cached(cache, row_at(b, g, n) + d);
+    for (int d = 0; d < p.head_dim; ++d) row[d] = cached(cache, row_at(b, g, n), d);
     return row;
+  }
+
+  // Whether the cache has exactly the codes and scale of `in` for row n.
+  bool has_codes(const CacheBuffers& cache, size_t row, const float* in) const {
+    CacheBuffers& c = const_cast<CacheBuffers&>(cache);
+    const CodedRow want = nearest_codes(in, p.head_dim);
+    return half_value(c.scales.as<uint16_t>()[row]) == want.scale &&
+           std::equal(want.codes.begin(), want.codes.end(), c.rows.as<int8_t>() + row * p.head_dim);
   }
 
   // Whether the new rows are what was given, rotated where they should be, up to rounding; and whether
   // every row after them is still unwritten.
   bool rows_written() const {
-    const double unit =
-        p.cache_type == CacheType::kFloat16 ? std::ldexp(1.0, -11) : std::ldexp(1.0, -23);
     for (int64_t b = 0; b < p.batch; ++b) {
       for (int64_t g = 0; g < p.kv_heads; ++g) {
         for (int64_t n = p.past; n < p.capacity; ++n) {
           for (int which = 0; which < (p.value ? 2 : 1); ++which) {
-            const std::vector<double> got = cache_row(which ? value_cache : key_cache, b, g, n);
+            const CacheBuffers& cache = which ? value_cache : key_cache;
+            const std::vector<double> got = cache_row(cache, b, g, n);
             if (n >= p.past + p.tokens) {
               for (double x : got) {
                 if (!std::isnan(x)) return false;
@@ -241,11 +302,24 @@ struct Problem {
             }
             const float* in =
                 (which ? p.value : p.key) + ((b * p.tokens + n - p.past) * p.kv_heads + g) * p.head_dim;
+            const bool rotated = p.rotary == Rotary::kConjugate && which == 0;
+            if (p.cache_type == CacheType::kInt8 && !rotated) {
+              if (!has_codes(cache, row_at(b, g, n), in)) return false;
+              continue;
+            }
             std::vector<double> want(in, in + p.head_dim);
-            if (p.rotary == Rotary::kConjugate && which == 0) rotate(want.data(), n, 1);
+            if (rotated) rotate(want.data(), n, 1);
+            double largest = 0;
+            for (double x : want) largest = std::max(largest, std::fabs(x));
             for (int d = 0; d < p.head_dim; ++d) {
+              // The unit of a float type is relative to the value. Codes are half a step from it at
+              // most, a step being a 127th of the row's largest value and its own rounding to fp16.
+              const double unit =
+                  p.cache_type == CacheType::kFloat32   ? std::ldexp(std::fabs(want[d]), -23)
+                  : p.cache_type == CacheType::kFloat16 ? std::ldexp(std::fabs(want[d]), -11)
+                                                        : largest / 127 / 2 * (1 + std::ldexp(1.0, -10));
               // A rotated value is a difference of products: its fp32 rounding is absolute.
-              if (!(std::fabs(got[d] - want[d]) <= unit * std::fabs(want[d]) + 1e-6)) return false;
+              if (!(std::fabs(got[d] - want[d]) <= unit + 1e-6)) return false;
             }
           }
         }
@@ -274,21 +348,24 @@ struct Problem {
           std::copy(value_row.begin(), value_row.end(), &values[n * D]);
         }
         for (int64_t t = 0; t < p.tokens; ++t) {
-          const int64_t position = p.past + t, seen = position + 1;
+          const int64_t position = p.past + t;
           for (int h = 0; h < group; ++h) {
             const size_t at = ((b * p.tokens + t) * p.num_heads + g * group + h) * D;
             std::copy(&p.query[at], &p.query[at] + D, q.begin());
             if (p.rotary != Rotary::kNone) rotate(q.data(), position, 1);
             double top = -INFINITY, sum = 0;
-            for (int64_t n = 0; n < seen; ++n) {
+            for (int64_t n = 0; n < rows; ++n) {
+              weight[n] = -INFINITY;
+              if (!sees(position, n)) continue;
               double score = 0;
               for (int d = 0; d < D; ++d) score += q[d] * keys[n * D + d];
               weight[n] = score * p.scale;
               top = std::max(top, weight[n]);
             }
-            for (int64_t n = 0; n < seen; ++n) sum += weight[n] = std::exp(weight[n] - top);
+            for (double& w : weight) sum += w = std::exp(w - top);
             double* out = &reference[at];
-            for (int64_t n = 0; n < seen; ++n) {
+            for (int64_t n = 0; n < rows; ++n) {
+              if (weight[n] == 0) continue;  // it may be NaN where nobody looks
               for (int d = 0; d < D; ++d) out[d] += weight[n] / sum * values[n * D + d];
             }
             if (p.rotary == Rotary::kConjugate && !p.value) rotate(out, position, -1);

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <string>
 #include <vector>
@@ -31,12 +32,14 @@ constexpr double kBound = 2e-5;
 
 bool quick = false;
 
-double worst_error[2] = {};  // of all cases so far, by CacheType
+constexpr CacheType kTypes[] = {CacheType::kFloat32, CacheType::kFloat16, CacheType::kInt8};
 
-// Runs one case with both cache types; says what went wrong.
+double worst_error[std::size(kTypes)] = {};  // of all cases so far, by CacheType
+
+// Runs one case with every cache type; says what went wrong.
 bool check(const Case& c, Pool& pool, size_t tasks) {
   bool good = true;
-  for (CacheType type : {CacheType::kFloat32, CacheType::kFloat16}) {
+  for (CacheType type : kTypes) {
     Problem problem(c, type);
     const bool inside = problem.run(tasks, pool), written = inside && problem.rows_written();
     const double error = written ? problem.error() : 0;
@@ -44,9 +47,11 @@ bool check(const Case& c, Pool& pool, size_t tasks) {
     worst = std::max(worst, error);
     if (inside && written && error <= kBound) continue;
     std::printf(
-        "  B %lld T %lld past %lld H %d G %d D %d rotary %d R %d separate %d fp%d: ", (long long)c.batch,
-        (long long)c.tokens, (long long)c.past, c.heads, c.kv_heads, c.dim, static_cast<int>(c.rotary),
-        c.rotary_dim, c.separate, type == CacheType::kFloat16 ? 16 : 32);
+        "  B %lld T %lld past %lld H %d G %d D %d rotary %d R %d separate %d window %lld sinks %lld "
+        "%s: ",
+        (long long)c.batch, (long long)c.tokens, (long long)c.past, c.heads, c.kv_heads, c.dim,
+        static_cast<int>(c.rotary), c.rotary_dim, c.separate, (long long)c.window, (long long)c.sinks,
+        facts(type).name);
     if (!inside) {
       std::printf("wrote outside its buffers\n");
     } else if (!written) {
@@ -147,16 +152,122 @@ bool batches(Pool& pool) {
   return check_all(cases, pool);
 }
 
+// Windows and sinks that end before, at and after the ends of tiles, splits, blocks and the cache. Rows
+// that no query sees are NaN: reading one, masked or not, shows.
+bool windows(Pool& pool) {
+  constexpr struct {
+    int64_t window, sinks;
+  } kSights[] = {{1, 0},    {1, 1},    {3, 4},    {63, 0},      {64, 64},  {65, 1},     {20, 90},
+                 {130, 70}, {1023, 0}, {1024, 4}, {1500, 1030}, {2049, 3}, {1 << 30, 7}};
+  std::vector<Case> cases;
+  size_t next = 0;
+  for (const auto& sight : kSights) {
+    for (int64_t past : {0, 1, 62, 63, 64, 65, 127, 200, 1024, 2111, 5000}) {
+      for (int64_t tokens : {1, 2, 5, 70}) {
+        if (tokens == 70 && past > 200 && past != 2111) continue;
+        if (quick && ++next % 7 != 0) continue;
+        const Rotary mode = kModes[cases.size() % 3];
+        const bool separate = cases.size() / 3 % 2;
+        const int dim = cases.size() % 5 ? 16 : 62, rotary_dim = mode == Rotary::kNone ? 0 : dim - 6;
+        Case c = {tokens, past, 4, cases.size() % 4 ? 1 : 2, dim, mode, rotary_dim, separate};
+        if (cases.size() % 7 == 0) c.heads = 32, c.kv_heads = 1;
+        c.window = sight.window, c.sinks = sight.sinks;
+        cases.push_back(c);
+      }
+    }
+  }
+  return check_all(cases, pool);
+}
+
+// Rows where a rule of quantisation decides, each alone in its head: ties, the largest code, values and
+// scales that round to 0 or leave fp16, NaN and infinity.
+bool codes(Pool& pool) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+  const std::vector<std::vector<float>> starts = {
+      {0.0f, -0.0f},
+      {127.0f, 0.5f, 1.5f, 2.5f, -0.5f, -1.5f, 126.5f, -126.5f},  // scale 1
+      {-127.0f, 0.49999997f, 0.50000006f},
+      {1.0f, -1.0f},
+      {127 * 1.00048828f, -127 * 1.00048828f},  // the scale rounds down: 127.06 steps
+      {1e-6f, -1e-6f, 3e-7f},                   // scale below 2^-24 / 2: 0
+      {3.78e-6f, -3.79e-6f},                    // scale next to 2^-25, to even: 0
+      {1.135e-5f, -1.1e-5f, 5e-6f},             // a subnormal scale far from the exact one
+      {1e-40f, 1e-45f},
+      {1e7f, -1e7f, 8.319e6f, 4e6f},  // the scale saturates at 65504
+      {3e38f, -3e38f, 1.0f},
+      {kInf, -kInf, 1e6f, -1.0f},
+      {kNaN, 1.0f, -0.25f},
+      {kNaN, kNaN},
+      {kNaN, kInf},
+  };
+  for (int dim : {1, 2, 7, 16, 31, 62, 64, 80, 128}) {
+    Problem problem({static_cast<int64_t>(starts.size()), 0, 1, 1, dim}, CacheType::kInt8);
+    for (size_t t = 0; t < starts.size(); ++t) {
+      float* row = &problem.key[t * dim];
+      // The rest of the row within the row's own range, so that whole and partial vectors take part.
+      const float least = std::fabs(starts[t].back()) / 4;
+      for (int d = 0; d < dim; ++d) row[d] = std::isfinite(least) ? row[d] / 4 * least : 0.0f;
+      for (int d = 0; d < std::min<int>(dim, starts[t].size()); ++d) row[dim - 1 - d] = starts[t][d];
+    }
+    if (!problem.run(1, pool)) return false;
+    for (size_t t = 0; t < starts.size(); ++t) {
+      if (problem.has_codes(problem.key_cache, t, &problem.key[t * dim])) continue;
+      std::printf("  D %d: wrong codes of the row that begins with %g\n", dim, starts[t][0]);
+      return false;
+    }
+    for (size_t i = 0; i < problem.query.size(); ++i) {
+      if (!std::isfinite(problem.p.output[i])) return false;
+    }
+  }
+  return true;
+}
+
+// Quantisation is the last thing that happens to a row and the first that is undone: the output is that
+// of an fp32 cache but for the rounding of the rows. A value is off by up to a 254th of its row's
+// largest, which is 3 to 4 of its standard deviations, so by 1 % of one on average, keys as well as
+// values; rows that are not turned back, or turned before their codes are undone, are off by all of it.
+bool int8_is_near_fp32(Pool& pool) {
+  for (Rotary mode : kModes) {
+    for (bool separate : {false, true}) {
+      for (int64_t tokens : {1, 40}) {
+        const Case c = {tokens, 300, 8, 2, 64, mode, mode == Rotary::kNone ? 0 : 64, separate};
+        std::vector<float> outputs[2];
+        for (CacheType type : {CacheType::kFloat32, CacheType::kInt8}) {
+          rng().seed(7);
+          Problem problem(c, type);
+          if (!problem.run(2, pool)) return false;
+          outputs[type == CacheType::kInt8].assign(problem.p.output,
+                                                   problem.p.output + problem.query.size());
+        }
+        double square = 0, difference = 0;
+        for (size_t i = 0; i < outputs[0].size(); ++i) {
+          square += outputs[0][i] * outputs[0][i];
+          difference += std::pow(outputs[0][i] - outputs[1][i], 2);
+        }
+        if (!(difference > 0 && std::sqrt(difference / square) < 0.03)) {
+          std::printf("  rotary %d separate %d: off by %g\n", static_cast<int>(mode), separate,
+                      std::sqrt(difference / square));
+          return false;
+        }
+      }
+    }
+  }
+  return true;
+}
+
 // The result must be the same bit for bit on any number of tasks and threads.
 bool task_counts(Pool& pool) {
   const std::vector<Case> cases = {{1, 5000, 32, 1, 64},
                                    {1, 3000, 2, 2, 62, Rotary::kConjugate, 32},
                                    {40, 200, 8, 2, 64, Rotary::kOnRead, 64},
                                    {5, 2100, 16, 1, 80, Rotary::kNone, 0, true, 2},
-                                   {300, 0, 4, 4, 128, Rotary::kConjugate, 128, true}};
+                                   {300, 0, 4, 4, 128, Rotary::kConjugate, 128, true},
+                                   {2, 9000, 32, 1, 64, Rotary::kConjugate, 64, false, 1, 4000, 70},
+                                   {40, 3000, 8, 2, 64, Rotary::kNone, 0, true, 1, 1500, 4}};
   for (const Case& c : cases) {
     if (quick && c.tokens > 100) continue;
-    Problem problem(c, CacheType::kFloat16);
+    Problem problem(c, c.window ? CacheType::kInt8 : CacheType::kFloat16);
     std::vector<float> first;
     for (size_t tasks : {1, 2, 3, 7, 200}) {
       std::fill_n(problem.p.output, problem.query.size(), NAN);
@@ -171,11 +282,13 @@ bool task_counts(Pool& pool) {
 
 // Prefill in chunks of any size is the prefill in one go.
 bool chunked_prefill(Pool& pool) {
-  for (Rotary mode : kModes) {
+  for (size_t i = 0; i < 2 * std::size(kModes); ++i) {
+    const Rotary mode = kModes[i / 2];
     const int rotary_dim = mode == Rotary::kNone ? 0 : 48;
     const int64_t tokens = quick ? 80 : 300;
-    const Case c = {tokens, 40, 8, 2, 64, mode, rotary_dim, mode == Rotary::kOnRead};
-    Problem problem(c, CacheType::kFloat16);
+    Case c = {tokens, 40, 8, 2, 64, mode, rotary_dim, mode == Rotary::kOnRead};
+    if (i % 2) c.window = 50, c.sinks = 9;
+    Problem problem(c, i % 2 ? CacheType::kInt8 : CacheType::kFloat16);
     if (!problem.run(2, pool) || !(problem.error() <= kBound)) return false;
     for (const std::vector<int64_t>& chunks : {std::vector<int64_t>{1}, {64}, {1, 7, 63, 2}}) {
       const AttentionParams whole = problem.p;
@@ -314,6 +427,23 @@ bool errors(Pool&) {
       {"output is null", [](AttentionParams& p) { p.output = nullptr; }},
       {"value", [](AttentionParams& p) { p.value = nullptr; }},
       {"value_cache", [](AttentionParams& p) { p.value_cache = nullptr; }},
+      {"window must", [](AttentionParams& p) { p.window = -1; }},
+      {"sinks must", [](AttentionParams& p) { p.sinks = -1; }},
+      {"sinks need", [](AttentionParams& p) { p.sinks = 1; }},
+      {"key_scales", [](AttentionParams& p) { p.cache_type = CacheType::kInt8; }},
+      {"key_scales", [](AttentionParams& p) { p.key_scales = static_cast<uint16_t*>(p.key_cache); }},
+      {"value_scales", [](AttentionParams& p) { p.value_scales = static_cast<uint16_t*>(p.key_cache); }},
+      {"value_scales",
+       [](AttentionParams& p) {
+         p.cache_type = CacheType::kInt8, p.key_scales = static_cast<uint16_t*>(p.key_cache);
+       }},
+      {"value_scales",
+       [](AttentionParams& p) {
+         p.cache_type = CacheType::kInt8, p.value = nullptr, p.value_cache = nullptr;
+         p.key_scales = p.value_scales = static_cast<uint16_t*>(p.key_cache);
+       }},
+      {"address space",
+       [](AttentionParams& p) { p.cache_type = CacheType::kInt8, p.capacity = INT64_MAX / 19; }},
       {"table is null", [](AttentionParams& p) { p.cos = nullptr; }},
       {"table is null", [](AttentionParams& p) { p.sin = nullptr; }},
   };
@@ -332,14 +462,17 @@ bool errors(Pool&) {
 // Engines size the workspace once, for the deepest cache.
 bool workspace_grows_with_past(Pool&) {
   for (int64_t tokens : {1, 4, 64}) {
-    AttentionParams p;
-    p.tokens = tokens, p.num_heads = 32, p.kv_heads = 1, p.head_dim = 64;
-    size_t last = 0;
-    for (p.past = 0; p.past < 200000; p.past += 501) {
-      p.capacity = p.past + tokens;
-      const size_t bytes = attention_workspace_bytes(p, 4);
-      if (bytes < last || bytes > (4u << 20)) return false;
-      last = bytes;
+    for (int64_t window : {0, 3000, 100000}) {
+      AttentionParams p;
+      p.tokens = tokens, p.num_heads = 32, p.kv_heads = 1, p.head_dim = 64;
+      p.window = window, p.sinks = window / 3;
+      size_t last = 0;
+      for (p.past = 0; p.past < 200000; p.past += 501) {
+        p.capacity = p.past + tokens;
+        const size_t bytes = attention_workspace_bytes(p, 4);
+        if (bytes < last || bytes > (4u << 20)) return false;
+        last = bytes;
+      }
     }
   }
   return true;
@@ -373,7 +506,16 @@ int bench() {
     const char* name;
     int layers;
     Case c;
+    CacheType type = CacheType::kFloat16;
   } const table[] = {
+      {"decode, 32 heads on 1, depth 32768, int8", 22, {1, 32768, 32, 1, 64}, CacheType::kInt8},
+      {"prefill of 64 tokens, 32 heads on 1, depth 4096, int8",
+       22,
+       {64, 4096, 32, 1, 64},
+       CacheType::kInt8},
+      {"decode, 32 heads on 1, depth 32768, window 1024, 4 sinks",
+       22,
+       {1, 32768, 32, 1, 64, Rotary::kNone, 0, false, 1, 1024, 4}},
       {"decode, 32 heads on 1, depth 32768", 22, {1, 32768, 32, 1, 64}},
       {"the same, conjugate rotary", 22, {1, 32768, 32, 1, 64, Rotary::kConjugate, 64}},
       {"the same, rotary on read", 22, {1, 32768, 32, 1, 64, Rotary::kOnRead, 64}},
@@ -387,7 +529,7 @@ int bench() {
   };
   for (const auto& row : table) {
     std::vector<Problem> layers;
-    for (int i = 0; i < row.layers; ++i) layers.emplace_back(row.c, CacheType::kFloat16);
+    for (int i = 0; i < row.layers; ++i) layers.emplace_back(row.c, row.type);
     for (int threads : {1, 2}) {
       Pool pool(threads);
       std::vector<char> workspace(attention_workspace_bytes(layers[0].p, threads));
@@ -427,6 +569,9 @@ int main(int argc, char** argv) {
       {"long caches", long_caches},
       {"rotary modes", rotary_modes},
       {"batches", batches},
+      {"windows and sinks", windows},
+      {"int8 codes", codes},
+      {"an int8 cache is near an fp32 one", int8_is_near_fp32},
       {"large scores", large_scores},
       {"the number of tasks changes nothing", task_counts},
       {"prefill in chunks", chunked_prefill},
@@ -438,8 +583,11 @@ int main(int argc, char** argv) {
     std::fflush(stdout);
     good ? ++passed : ++failed;
   }
-  std::printf("max relative error: fp32 cache %.3g, fp16 cache %.3g (bound %.3g)\n", worst_error[0],
-              worst_error[1], kBound);
+  std::printf("max relative error:");
+  for (CacheType type : kTypes) {
+    std::printf(" %s cache %.3g,", facts(type).name, worst_error[static_cast<int>(type)]);
+  }
+  std::printf(" bound %.3g\n", kBound);
   std::printf("%d passed, %d failed\n", passed, failed);
   return failed ? 1 : 0;
 }
