@@ -1,9 +1,11 @@
 #include "cache.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -11,6 +13,7 @@
 
 #include "error.h"
 #include "random.h"
+#include "rows_file.h"
 
 #if !defined(MAP_NORESERVE)
 #define MAP_NORESERVE 0
@@ -22,11 +25,6 @@ namespace {
 // More than any processor's user space addresses; keeps the sums below far from overflow.
 constexpr size_t kMostBytes = size_t{1} << (sizeof(size_t) == 8 ? 47 : 31);
 
-size_t page_bytes() {
-  static const size_t bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return bytes;
-}
-
 size_t to_whole_pages(size_t bytes) { return (bytes + page_bytes() - 1) / page_bytes() * page_bytes(); }
 
 [[noreturn]] void refuse(int64_t context, const std::string& why) {
@@ -35,6 +33,11 @@ size_t to_whole_pages(size_t bytes) { return (bytes + page_bytes() - 1) / page_b
 }
 
 }  // namespace
+
+size_t page_bytes() {
+  static const size_t bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
 
 CacheMemory::CacheMemory(const CacheLayout& layout, int64_t context) {
   view_.layout = layout;
@@ -73,34 +76,100 @@ CacheMemory::CacheMemory(const CacheLayout& layout, int64_t context) {
 CacheMemory::~CacheMemory() { munmap(base_, reserved_); }
 
 size_t CacheMemory::committed_bytes() const {
+  constexpr size_t kPages = 4096;
+  constexpr uint64_t kPresent = uint64_t{1} << 63;
+  const File pagemap(open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
+  uint64_t entries[kPages];  // of the pagemap: one a page
 #if defined(__APPLE__)
-  char pages[4096];
+  char pages[kPages];
 #else
-  unsigned char pages[4096];
+  unsigned char pages[kPages];
 #endif
   size_t committed = 0;
-  for (size_t at = 0; at < reserved_; at += sizeof pages * page_bytes()) {
-    const size_t bytes = std::min(sizeof pages * page_bytes(), reserved_ - at);
-    if (mincore(base_ + at, bytes, pages) != 0) {
+  for (size_t at = 0; at < reserved_; at += kPages * page_bytes()) {
+    const size_t bytes = std::min(kPages * page_bytes(), reserved_ - at);
+    const size_t count = bytes / page_bytes();
+    const uint64_t first = reinterpret_cast<uintptr_t>(base_ + at) / page_bytes();
+    if (pagemap && read_all(pagemap, entries, count * sizeof *entries, first * sizeof *entries)) {
+      committed +=
+          page_bytes() * static_cast<size_t>(std::count_if(entries, entries + count,
+                                                           [](uint64_t e) { return e & kPresent; }));
+    } else if (mincore(base_ + at, bytes, pages) == 0) {
+      committed += page_bytes() * static_cast<size_t>(std::count_if(
+                                      pages, pages + count, [](unsigned char p) { return p & 1; }));
+    } else {
       throw Error(EQKV_INVALID_ARGUMENT,
                   "This system does not report which pages of the cache are in RAM.");
     }
-    committed +=
-        page_bytes() * static_cast<size_t>(std::count_if(pages, pages + bytes / page_bytes(),
-                                                         [](unsigned char p) { return p & 1; }));
   }
   return committed;
 }
 
 void CacheMemory::release(int64_t length) {
-  for (int64_t tensor = 0; tensor < view_.layout.tensors(); ++tensor) {
-    for (int64_t head = 0; head < view_.layout.kv_heads; ++head) {
-      const size_t begin = static_cast<size_t>(view_.row(tensor, head, length) - base_);
-      const size_t end = static_cast<size_t>(view_.row(tensor, head, view_.capacity) - base_);
-      // Only a saving: where the system declines, the rows stay in RAM.
-      const size_t page = to_whole_pages(begin);
-      if (page < end) madvise(base_ + page, end - page, MADV_DONTNEED);
+  changed_from(length);
+  for (int64_t slab = 0; slab < view_.layout.slabs(); ++slab) {
+    // Only a saving: where the system declines, the rows stay in RAM. Pages of a mapped file stay
+    // mapped; the rows in them are as undefined as any others.
+    const size_t begin = to_whole_pages(slab_row_bytes(slab) * static_cast<size_t>(length));
+    const size_t end = slab_row_bytes(slab) * static_cast<size_t>(view_.capacity);
+    if (begin < end) madvise(view_.slab(slab) + begin, end - begin, MADV_DONTNEED);
+  }
+}
+
+void CacheMemory::changed_from(int64_t row) { in_file_ = std::min(in_file_, row); }
+
+void CacheMemory::spill(const std::string& directory, int64_t length) {
+  if (length == 0) return release(0);
+  // A file that another cache maps, or a snapshot, must not change.
+  const bool usable = file_ && (in_file_ >= length || (file_->temporary && file_.use_count() == 1));
+  const std::shared_ptr<const RowsFile> file = usable ? file_ : make_rows_file(directory, view_);
+  const int64_t first = usable ? std::min(in_file_, length) : 0;
+  // Slab by slab: while one is in RAM twice the ones before it are not in RAM at all. A page that is
+  // written again and still mapped from the same file gets the bytes that it has: after an error
+  // half-way every row reads as before, and rows [0, in_file_) of file_ are still what they were.
+  for (int64_t slab = 0; slab < view_.layout.slabs(); ++slab) {
+    const size_t row = slab_row_bytes(slab);
+    const size_t begin = row * static_cast<size_t>(first) / page_bytes() * page_bytes();
+    const size_t end = to_whole_pages(row * static_cast<size_t>(length));
+    if (first < length && !write_all(file->file, view_.slab(slab) + begin, end - begin,
+                                     file->slabs[static_cast<size_t>(slab)] + begin)) {
+      throw Error(EQKV_OUT_OF_MEMORY, "The cache cannot be moved to a file in " + file->place + ": " +
+                                          std::strerror(errno) +
+                                          "; free space there, or name another directory.");
     }
+    map_slab(*file, slab, length);
+  }
+  file_ = file;
+  in_file_ = length;
+}
+
+void CacheMemory::map(std::shared_ptr<const RowsFile> file, int64_t length) {
+  release(0);
+  const bool aligned = std::all_of(file->slabs.begin(), file->slabs.end(),
+                                   [](uint64_t offset) { return offset % page_bytes() == 0; });
+  for (int64_t slab = 0; length > 0 && slab < view_.layout.slabs(); ++slab) {
+    if (aligned) {
+      map_slab(*file, slab, length);
+    } else if (!read_all(file->file, view_.slab(slab),
+                         slab_row_bytes(slab) * static_cast<size_t>(length),
+                         file->slabs[static_cast<size_t>(slab)])) {
+      throw Error(EQKV_OUT_OF_MEMORY, "The rows in " + file->place + " cannot be read: " +
+                                          (errno ? std::strerror(errno) : "the file ends too early") +
+                                          ".");
+    }
+  }
+  file_ = aligned ? std::move(file) : nullptr;
+  in_file_ = aligned ? length : 0;
+}
+
+// Linux checks all that depends on the file and on the number of mappings before it unmaps what lay
+// there: after an error the rows are still in their place.
+void CacheMemory::map_slab(const RowsFile& file, int64_t slab, int64_t length) {
+  const size_t bytes = to_whole_pages(slab_row_bytes(slab) * static_cast<size_t>(length));
+  if (mmap(view_.slab(slab), bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
+           file.file.get(), static_cast<off_t>(file.slabs[static_cast<size_t>(slab)])) == MAP_FAILED) {
+    throw Error(EQKV_OUT_OF_MEMORY, "The rows of a cache cannot be mapped from a file in " + file.place +
+                                        ": " + std::strerror(errno) + ".");
   }
 }
 

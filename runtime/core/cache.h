@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "attention.h"
@@ -20,6 +22,7 @@ struct CacheLayout {
 
   int64_t tensors_per_layer() const { return caches * (facts(type).scale_bytes > 0 ? 2 : 1); }
   int64_t tensors() const { return layers * tensors_per_layer(); }
+  int64_t slabs() const { return tensors() * kv_heads; }  // rows of one kv head of one tensor
   bool holds_scales(int64_t tensor) const { return tensor % tensors_per_layer() >= caches; }
   // Bytes that a token takes in one kv head of a tensor.
   size_t row_bytes(int64_t tensor) const {
@@ -45,17 +48,25 @@ struct CacheView {
   size_t tensor_bytes(int64_t tensor) const {
     return slab_bytes(tensor) * static_cast<size_t>(layout.kv_heads);
   }
+  // Slab i is kv head i % G of tensor i / G.
+  std::byte* slab(int64_t i) const { return row(i / layout.kv_heads, i % layout.kv_heads, 0); }
   std::byte* row(int64_t tensor, int64_t head, int64_t row) const {
     return tensors[static_cast<size_t>(tensor)] + static_cast<size_t>(head) * slab_bytes(tensor) +
            static_cast<size_t>(row) * layout.row_bytes(tensor);
   }
 };
 
+struct RowsFile;
+
+size_t page_bytes();  // of this system
+
 // Address space for the tensors of a CacheView. Nothing is in RAM until rows are written: 1,000 tokens
 // of a context of 32,768 cost 1,000 tokens, rounded up to pages.
 //
 // The capacity of the view is `context` rounded up until every slab is whole pages: each can then be
-// mapped from a file, and given back, by itself.
+// mapped from a file, and given back, by itself. The mapping is private and lies where the rows were:
+// whoever uses the rows sees no difference, what nobody uses costs no RAM, and a page that is written to
+// becomes this cache's own.
 class CacheMemory {
  public:
   // Throws Error with EQKV_OUT_OF_MEMORY where the address space does not hold it. All sizes >= 1.
@@ -66,15 +77,43 @@ class CacheMemory {
 
   const CacheView& view() const { return view_; }
   size_t reserved_bytes() const { return reserved_; }
-  size_t committed_bytes() const;  // in RAM now, whole pages
+
+  // In RAM for this process now, whole pages, mapped ones included. From /proc/self/pagemap; mincore,
+  // where that is missing, also counts pages of a mapped file that only the kernel's cache holds.
+  size_t committed_bytes() const;
 
   // Gives rows [length, C) back to the system, where they fill whole pages. Their contents are lost.
   void release(int64_t length);
 
+  // Rows [row, C) are about to change. `release` and `map` know by themselves, and so does `spill` of
+  // the rows behind those that it spilled before; only who changes rows in place has to say so.
+  void changed_from(int64_t row);
+
+  // Moves rows [0, length) to a file without a name in `directory` (empty: in memory) and maps them from
+  // there: afterwards no page of them is in RAM. Where that file is from an earlier call and only this
+  // cache uses it, the rows that are unchanged since are not written again, nor are those of a file
+  // given to `map`. Throws Error; the rows are then as before.
+  void spill(const std::string& directory, int64_t length);
+
+  // Replaces rows [0, length) by those in `file`, which must hold as many in a layout like this one, and
+  // gives the rest back. Throws Error; all rows are then undefined.
+  void map(std::shared_ptr<const RowsFile> file, int64_t length);
+
+  // The file that rows were last mapped from, or null.
+  const std::shared_ptr<const RowsFile>& file() const { return file_; }
+
  private:
+  size_t slab_row_bytes(int64_t slab) const {
+    return view_.layout.row_bytes(slab / view_.layout.kv_heads);
+  }
+  void map_slab(const RowsFile& file, int64_t slab, int64_t length);
+
   CacheView view_;
   std::byte* base_ = nullptr;
   size_t reserved_ = 0;
+  // Rows [0, in_file_) of file_ are equal to those here, whatever file each page is mapped from.
+  std::shared_ptr<const RowsFile> file_;
+  int64_t in_file_ = 0;
 };
 
 // Writes reproducible noise into rows [begin, end) of every tensor: the same values for the same seed,

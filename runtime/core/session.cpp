@@ -4,6 +4,7 @@
 #include <string>
 
 #include "error.h"
+#include "snapshot.h"
 
 namespace edge_qkv {
 namespace {
@@ -30,13 +31,18 @@ int64_t checked_chunk(int64_t chunk, int64_t context) {
   return std::min(chunk == 0 ? Session::kPrefillChunk : chunk, context);
 }
 
+SessionOptions checked(SessionOptions options, const ModelInfo& model) {
+  options.context = checked_context(options.context, model.max_positions);
+  options.prefill_chunk = checked_chunk(options.prefill_chunk, options.context);
+  return options;
+}
+
 }  // namespace
 
 Session::Session(std::shared_ptr<const EngineModel> model, const SessionOptions& options)
     : model_(std::move(model)),
-      context_(checked_context(options.context, model_->info().max_positions)),
-      chunk_(checked_chunk(options.prefill_chunk, context_)),
-      memory_(model_->info().cache, context_),
+      options_(checked(options, model_->info())),
+      memory_(model_->info().cache, options_.context),
       state_(model_->open(memory_.view())),
       logits_(static_cast<size_t>(model_->info().vocab_size)),
       next_logits_(logits_.size()) {}
@@ -47,7 +53,7 @@ void Session::evaluate(const int32_t* tokens, size_t count, float* logits) {
   stop_if_cancelled();
   const size_t vocab = logits_.size();
   for (size_t done = 0; done < count;) {
-    const size_t chunk = std::min(count - done, static_cast<size_t>(chunk_));
+    const size_t chunk = std::min(count - done, static_cast<size_t>(options_.prefill_chunk));
     forward(tokens + done, chunk, logits ? logits + done * vocab : nullptr);
     done += chunk;
     if (done < count) stop_if_cancelled();
@@ -96,6 +102,49 @@ void Session::rewind(int64_t length) {
   memory_.release(length);
 }
 
+int64_t Session::match(const int32_t* tokens, size_t count) {
+  const size_t most = std::min(count, tokens_.size());
+  size_t kept =
+      static_cast<size_t>(std::mismatch(tokens, tokens + most, tokens_.begin()).first - tokens);
+  const bool finished = kept == tokens_.size() && has_logits_;
+  if (kept == count && kept > 0 && !finished) --kept;  // so that its logits are computed
+  rewind(static_cast<int64_t>(kept));
+  return static_cast<int64_t>(kept);
+}
+
+std::unique_ptr<Session> Session::fork(const std::string& directory) {
+  auto child = std::make_unique<Session>(model_, options_);
+  child->tokens_ = tokens_;
+  child->logits_ = logits_;
+  child->has_logits_ = has_logits_;
+  if (length() == 0) return child;
+  try {
+    spill(directory);
+  } catch (const Error&) {
+    spill("");  // in memory it takes no more than it did
+  }
+  child->memory_.map(memory_.file(), length());
+  return child;
+}
+
+void Session::save(const std::string& path) const {
+  save_snapshot(path, model(), memory_.view(), tokens_, has_logits_ ? logits_.data() : nullptr);
+}
+
+void Session::restore(const std::string& path) {
+  Snapshot snapshot = open_snapshot(path, model(), context());
+  try {
+    memory_.map(std::move(snapshot.rows), static_cast<int64_t>(snapshot.tokens.size()));
+  } catch (const Error& error) {
+    tokens_.clear();
+    has_logits_ = false;
+    throw Error(error.status(), error.what() + std::string(" The session is empty now."));
+  }
+  tokens_.swap(snapshot.tokens);
+  has_logits_ = !snapshot.logits.empty();
+  if (has_logits_) logits_.swap(snapshot.logits);
+}
+
 void Session::fill(int64_t length, uint64_t seed) {
   if (length < this->length()) {
     throw Error(EQKV_INVALID_ARGUMENT, "Cannot fill up to " + std::to_string(length) +
@@ -126,12 +175,12 @@ void Session::stop_if_cancelled() {
 }
 
 void Session::check_fits(uint64_t more) const {
-  const uint64_t left = static_cast<uint64_t>(context_ - length());
+  const uint64_t left = static_cast<uint64_t>(context() - length());
   if (more <= left) return;
   throw Error(
       EQKV_CONTEXT_FULL,
       std::to_string(more) + " more tokens do not fit: " + std::to_string(length()) + " of the " +
-          std::to_string(context_) +
+          std::to_string(context()) +
           " tokens of the context are in use; rewind the session or open one with a larger context.");
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "cache.h"
@@ -35,13 +36,32 @@ class Session {
   int32_t sample();
 
   void rewind(int64_t length);
+
+  // Keeps the first tokens that the session has in common with `tokens`, forgets the rest and returns
+  // their number. All `count` are kept only where the session holds exactly these and their logits: else
+  // at least one is left to evaluate.
+  int64_t match(const int32_t* tokens, size_t count);
+
+  // A session like this one, but for its sampler, that goes on by itself. The caches share their pages
+  // until one writes to them; for that the rows are moved to a file in `directory`, or in memory where
+  // it is empty or cannot take them.
+  std::unique_ptr<Session> fork(const std::string& directory = "");
+
+  // As a file, see snapshot.h. `restore` replaces tokens, rows and logits; where the file is refused the
+  // session is as it was.
+  void save(const std::string& path) const;
+  void restore(const std::string& path);
+
+  // Moves the rows to a file in `directory` until they are used again: none is in RAM afterwards.
+  void spill(const std::string& directory) { memory_.spill(directory, length()); }
+
   void fill(int64_t length, uint64_t seed);
   void cancel();
 
   const ModelInfo& model() const { return model_->info(); }
   const CacheMemory& cache() const { return memory_; }
   int64_t length() const { return static_cast<int64_t>(tokens_.size()); }
-  int64_t context() const { return context_; }
+  int64_t context() const { return options_.context; }
   const std::vector<int32_t>& tokens() const { return tokens_; }
 
  private:
@@ -51,8 +71,7 @@ class Session {
   void stop_if_cancelled();
 
   const std::shared_ptr<const EngineModel> model_;
-  const int64_t context_;
-  const int64_t chunk_;
+  const SessionOptions options_;  // no defaults left to fill in
   CacheMemory memory_;
   std::unique_ptr<EngineState> state_;  // over memory_
   std::vector<int32_t> tokens_;

@@ -1,0 +1,59 @@
+#include "rows_file.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#if defined(__linux__)
+#include <sys/syscall.h>
+#endif
+
+#include "error.h"
+
+namespace edge_qkv {
+namespace {
+
+File in_memory() {
+#if defined(SYS_memfd_create)
+  constexpr unsigned kCloseOnExec = 1;  // MFD_CLOEXEC, which older headers lack like the function
+  return File(static_cast<int>(syscall(SYS_memfd_create, "edge_qkv", kCloseOnExec)));
+#else
+  errno = ENOSYS;
+  return File();
+#endif
+}
+
+File without_name(const std::string& directory) {
+#if defined(O_TMPFILE)
+  if (File file{open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600)}) return file;
+#endif
+  // A file system without O_TMPFILE.
+  std::string path = directory + "/edge_qkv-XXXXXX";
+  File file(mkostemp(path.data(), O_CLOEXEC));
+  if (file) unlink(path.c_str());
+  return file;
+}
+
+}  // namespace
+
+std::shared_ptr<const RowsFile> make_rows_file(const std::string& directory, const CacheView& view) {
+  auto rows = std::make_shared<RowsFile>();
+  rows->file = directory.empty() ? in_memory() : without_name(directory);
+  rows->place = directory.empty() ? "memory" : directory;
+  rows->temporary = true;
+  if (!rows->file) {
+    throw Error(EQKV_INVALID_ARGUMENT, "A cache cannot be moved to a file in " + rows->place + ": " +
+                                           std::strerror(errno) +
+                                           "; name a directory that can be written to.");
+  }
+  // As the slabs lie in the cache: there is room to grow, and what was not written takes no space.
+  for (int64_t slab = 0; slab < view.layout.slabs(); ++slab) {
+    rows->slabs.push_back(static_cast<uint64_t>(view.slab(slab) - view.slab(0)));
+  }
+  return rows;
+}
+
+}  // namespace edge_qkv

@@ -1,0 +1,370 @@
+#include "snapshot.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+
+#include "checksum.h"
+#include "error.h"
+#include "file.h"
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "Snapshots are little-endian and mapped as they are: this host cannot use them."
+#endif
+
+namespace edge_qkv {
+namespace {
+
+constexpr char kMagic[] = "EQKVSNAP";
+constexpr uint32_t kByteOrder = 0x01020304, kSwapped = 0x04030201, kVersion = 1;
+constexpr uint32_t kHasLogits = 1;
+constexpr uint64_t kLeastAlignment = 64, kMostAlignment = uint64_t{1} << 20;
+constexpr size_t kFingerprint = 64;
+constexpr size_t kPiece = size_t{1} << 20;  // bytes that are checked, read or written at once
+
+struct Header {
+  char magic[8];
+  uint32_t byte_order, version;
+  uint64_t file_bytes, alignment, tokens, vocab_size;
+  uint32_t cache_type, flags;
+  uint64_t layers, caches, kv_heads, head_dim;
+  char fingerprint[kFingerprint];
+  uint64_t logits_offset, rows_offset;
+  unsigned char reserved[72];
+  uint64_t content_checksum, header_checksum;
+};
+static_assert(sizeof(Header) == 256 && offsetof(Header, header_checksum) == 248, "as in snapshot.md");
+
+uint64_t header_checksum(const Header& header) {
+  Checksum sum;
+  sum.add(&header, offsetof(Header, header_checksum));
+  return sum.value();
+}
+
+// Where everything lies in a snapshot of so many tokens.
+struct Places {
+  uint64_t logits = 0, rows = 0, end = 0;
+  std::vector<uint64_t> slabs;  // [layout.slabs()]
+};
+
+// False where a number overflows.
+bool find_places(const CacheLayout& layout, uint64_t tokens, uint64_t vocab_size, bool has_logits,
+                 uint64_t alignment, Places* places) {
+  constexpr uint64_t kMost = uint64_t{1} << 62;
+  const auto add = [](uint64_t count, uint64_t bytes, uint64_t* at) {
+    return !__builtin_mul_overflow(count, bytes, &bytes) && !__builtin_add_overflow(*at, bytes, at) &&
+           *at <= kMost;
+  };
+  const auto align = [&](uint64_t at) { return (at + alignment - 1) & ~(alignment - 1); };
+  uint64_t at = sizeof(Header);
+  if (!add(tokens, sizeof(int32_t), &at)) return false;
+  places->logits = at;
+  if (has_logits && !add(vocab_size, sizeof(float), &at)) return false;
+  places->rows = at = align(at);
+  for (int64_t slab = 0; slab < layout.slabs(); ++slab) {
+    places->slabs.push_back(at);
+    if (!add(tokens, layout.row_bytes(slab / layout.kv_heads), &at)) return false;
+    at = align(at);
+  }
+  places->end = at;
+  return true;
+}
+
+Header make_header(const ModelInfo& model) {
+  Header header = {};
+  std::memcpy(header.magic, kMagic, sizeof header.magic);
+  header.byte_order = kByteOrder;
+  header.version = kVersion;
+  header.vocab_size = static_cast<uint64_t>(model.vocab_size);
+  header.cache_type = static_cast<uint32_t>(model.cache.type);
+  header.layers = static_cast<uint64_t>(model.cache.layers);
+  header.caches = static_cast<uint64_t>(model.cache.caches);
+  header.kv_heads = static_cast<uint64_t>(model.cache.kv_heads);
+  header.head_dim = static_cast<uint64_t>(model.cache.head_dim);
+  if (model.fingerprint.size() != kFingerprint) {
+    throw Error(EQKV_BAD_PACKAGE, "The model has no fingerprint, by which snapshots know it.");
+  }
+  std::memcpy(header.fingerprint, model.fingerprint.data(), kFingerprint);
+  return header;
+}
+
+// ---- writing ----
+
+[[noreturn]] void refuse_save(const std::string& path, const std::string& why,
+                              eqkv_status status = EQKV_INVALID_ARGUMENT) {
+  throw Error(status, "The snapshot cannot be saved to " + path + ": " + why + ".");
+}
+
+// The file beside `path` that becomes `path`, or is removed.
+class PartialFile {
+ public:
+  explicit PartialFile(const std::string& path) : path_(path), name_(path + ".partial") {
+    struct stat there = {};
+    if (path.empty()) refuse_save("\"\"", "the path is empty");
+    if (stat(path.c_str(), &there) == 0 && !S_ISREG(there.st_mode))
+      refuse_save(path, "it is not a file");
+    while (!open_locked()) {
+    }
+  }
+
+  ~PartialFile() {
+    if (!renamed_) unlink(name_.c_str());
+    flock(file_.get(), LOCK_UN);  // also where a process that was forked meanwhile holds the file open
+  }
+
+  const File& file() const { return file_; }
+
+  void become_path() {
+#if defined(F_FULLFSYNC)
+    const bool durable = fcntl(file_.get(), F_FULLFSYNC) == 0 || fsync(file_.get()) == 0;
+#else
+    const bool durable = fsync(file_.get()) == 0;
+#endif
+    if (!durable) refuse_write(path_);
+    if (rename(name_.c_str(), path_.c_str()) != 0) refuse_save(path_, std::strerror(errno));
+    renamed_ = true;
+    // The new name is seen by everyone now. That it also survives a power cut needs the directory to be
+    // written, which not every system allows: no reason to fail.
+    const size_t slash = path_.rfind('/');
+    const std::string directory = slash == std::string::npos ? "." : path_.substr(0, slash + 1);
+    const File folder(open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (folder) fsync(folder.get());
+  }
+
+  [[noreturn]] static void refuse_write(const std::string& path) {
+    refuse_save(path, std::strerror(errno) + std::string("; free space there, or choose another place"),
+                EQKV_OUT_OF_MEMORY);
+  }
+
+ private:
+  // False where another writer renamed or removed the file between our opening and locking it: the file
+  // that we then have is the finished snapshot, or nobody's.
+  bool open_locked() {
+    // Nothing is truncated before it is locked. Non-blocking, and no link followed: it may be anything.
+    constexpr int kFlags = O_RDWR | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW;
+    File file(open(name_.c_str(), kFlags, 0600));
+    struct stat ours = {}, named = {};
+    if (!file) refuse_save(path_, name_ + ": " + std::strerror(errno));
+    if (fstat(file.get(), &ours) != 0 || !S_ISREG(ours.st_mode)) {
+      refuse_save(path_, name_ + " is in the way: it is not a file");
+    }
+    // Where the file system has no locks, writers are not kept apart.
+    if (flock(file.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+      refuse_save(path_, "it is being saved there at this moment; save again when that is done");
+    }
+    if (lstat(name_.c_str(), &named) != 0 || named.st_dev != ours.st_dev ||
+        named.st_ino != ours.st_ino) {
+      flock(file.get(), LOCK_UN);
+      return false;
+    }
+    file_ = std::move(file);
+    return true;
+  }
+
+  const std::string path_, name_;
+  File file_;
+  bool renamed_ = false;
+};
+
+// Writes content from behind the header on, and its checksum along the way.
+class Writer {
+ public:
+  Writer(const File& file, const std::string& path) : file_(file), path_(path) {}
+
+  void write(const void* data, size_t bytes) {
+    const auto* at = static_cast<const char*>(data);
+    while (bytes > 0) {
+      const size_t piece = std::min(bytes, kPiece);
+      sum_.add(at, piece);
+      if (!write_all(file_, at, piece, at_)) PartialFile::refuse_write(path_);
+      at += piece;
+      at_ += piece;
+      bytes -= piece;
+    }
+  }
+
+  void pad_to(uint64_t offset) {
+    static constexpr char kZeros[4096] = {};
+    while (at_ < offset)
+      write(kZeros, static_cast<size_t>(std::min<uint64_t>(sizeof kZeros, offset - at_)));
+  }
+
+  uint64_t checksum() const { return sum_.value(); }
+
+ private:
+  const File& file_;
+  const std::string& path_;
+  uint64_t at_ = sizeof(Header);
+  Checksum sum_;
+};
+
+// ---- reading ----
+
+// Reads content from behind the header on, and its checksum along the way.
+class Reader {
+ public:
+  Reader(const File& file, const std::string& path) : file_(file), path_(path) {}
+
+  [[noreturn]] void refuse(const std::string& why, eqkv_status status = EQKV_BAD_SNAPSHOT) const {
+    throw Error(status, path_ + ": " + why + ".");
+  }
+
+  void read(void* out, size_t bytes) {
+    if (!read_all(file_, out, bytes, at_)) {
+      refuse(errno ? std::string("cannot be read: ") + std::strerror(errno) : "is truncated");
+    }
+    sum_.add(out, bytes);
+    at_ += bytes;
+  }
+
+  void skip_to(uint64_t offset) {
+    std::vector<char> piece(kPiece);
+    while (at_ < offset)
+      read(piece.data(), static_cast<size_t>(std::min<uint64_t>(kPiece, offset - at_)));
+  }
+
+  uint64_t checksum() const { return sum_.value(); }
+
+ private:
+  const File& file_;
+  const std::string& path_;
+  uint64_t at_ = sizeof(Header);
+  Checksum sum_;
+};
+
+std::string describe(const Header& header) {
+  std::string type = "type " + std::to_string(header.cache_type);
+  if (header.cache_type < std::size(kCacheTypes)) type = kCacheTypes[header.cache_type].name;
+  return type + ", " + std::to_string(header.layers) + " layers, " + std::to_string(header.caches) +
+         " caches, " + std::to_string(header.kv_heads) + " kv heads, head_dim " +
+         std::to_string(header.head_dim) + ", vocabulary " + std::to_string(header.vocab_size);
+}
+
+// The header, sound and of this model; `places` receives what follows from it.
+Header read_header(const File& file, const Reader& reader, const ModelInfo& model, Places* places) {
+  struct stat status = {};
+  if (fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode)) reader.refuse("is not a file");
+  const uint64_t file_bytes = static_cast<uint64_t>(status.st_size);
+  Header header = {};
+  const size_t there = static_cast<size_t>(std::min<uint64_t>(file_bytes, sizeof header));
+  if (!read_all(file, &header, there, 0)) {
+    reader.refuse(std::string("cannot be read: ") + std::strerror(errno));
+  }
+  if (std::memcmp(header.magic, kMagic, sizeof header.magic) != 0) {
+    reader.refuse("is not a snapshot of a session");
+  }
+  if (there < sizeof header) reader.refuse("is truncated: it ends within its header");
+  if (header.byte_order == kSwapped) {
+    reader.refuse("was written on a machine of the other byte order and cannot be used here");
+  }
+  if (header.byte_order == kByteOrder && header.version > kVersion) {
+    reader.refuse("has format " + std::to_string(header.version) +
+                  ", of a newer version of edge-qkv than " + "this one, which reads format " +
+                  std::to_string(kVersion));
+  }
+  const bool known = header.byte_order == kByteOrder && header.version == kVersion &&
+                     (header.flags & ~kHasLogits) == 0 &&
+                     std::all_of(std::begin(header.reserved), std::end(header.reserved),
+                                 [](unsigned char byte) { return byte == 0; });
+  if (!known || header.header_checksum != header_checksum(header)) {
+    reader.refuse("was altered: its header is damaged");
+  }
+
+  const Header expected = make_header(model);
+  if (std::memcmp(header.fingerprint, expected.fingerprint, kFingerprint) != 0) {
+    reader.refuse("is a snapshot of another model; restore it in a session of the model that saved it");
+  }
+  const auto same = [&](auto Header::* field) { return header.*field == expected.*field; };
+  if (!same(&Header::cache_type) || !same(&Header::layers) || !same(&Header::caches) ||
+      !same(&Header::kv_heads) || !same(&Header::head_dim) || !same(&Header::vocab_size)) {
+    reader.refuse("has another cache layout (" + describe(header) + ") than this model (" +
+                  describe(expected) + ")");
+  }
+  const bool alignable = header.alignment >= kLeastAlignment && header.alignment <= kMostAlignment &&
+                         (header.alignment & (header.alignment - 1)) == 0;
+  if (!alignable ||
+      !find_places(model.cache, header.tokens, header.vocab_size, header.flags & kHasLogits,
+                   header.alignment, places) ||
+      places->logits != header.logits_offset || places->rows != header.rows_offset ||
+      places->end != header.file_bytes) {
+    reader.refuse("was altered: the sizes in its header contradict each other");
+  }
+  if (file_bytes != header.file_bytes) {
+    reader.refuse((file_bytes < header.file_bytes ? "is truncated: it has " : "was altered: it has ") +
+                  std::to_string(file_bytes) + " bytes instead of " + std::to_string(header.file_bytes));
+  }
+  return header;
+}
+
+}  // namespace
+
+void save_snapshot(const std::string& path, const ModelInfo& model, const CacheView& cache,
+                   const std::vector<int32_t>& tokens, const float* logits, uint64_t alignment) {
+  Header header = make_header(model);
+  Places places;
+  find_places(model.cache, tokens.size(), header.vocab_size, logits != nullptr, alignment, &places);
+  header.file_bytes = places.end;
+  header.alignment = alignment;
+  header.tokens = tokens.size();
+  header.flags = logits ? kHasLogits : 0;
+  header.logits_offset = places.logits;
+  header.rows_offset = places.rows;
+
+  PartialFile partial(path);
+  if (ftruncate(partial.file().get(), 0) != 0) PartialFile::refuse_write(path);
+  Writer writer(partial.file(), path);
+  writer.write(tokens.data(), tokens.size() * sizeof tokens[0]);
+  if (logits) writer.write(logits, header.vocab_size * sizeof *logits);
+  for (int64_t slab = 0; slab < cache.layout.slabs(); ++slab) {
+    writer.pad_to(places.slabs[static_cast<size_t>(slab)]);
+    writer.write(cache.slab(slab), cache.layout.row_bytes(slab / cache.layout.kv_heads) * tokens.size());
+  }
+  writer.pad_to(places.end);
+
+  header.content_checksum = writer.checksum();
+  header.header_checksum = header_checksum(header);
+  if (!write_all(partial.file(), &header, sizeof header, 0)) PartialFile::refuse_write(path);
+  partial.become_path();
+}
+
+Snapshot open_snapshot(const std::string& path, const ModelInfo& model, int64_t context) {
+  auto rows = std::make_shared<RowsFile>();
+  rows->place = path;
+  rows->file = File(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // it may be a pipe
+  Reader reader(rows->file, path);
+  if (!rows->file) reader.refuse(std::string("cannot be opened: ") + std::strerror(errno));
+
+  Places places;
+  const Header header = read_header(rows->file, reader, model, &places);
+  if (header.tokens > static_cast<uint64_t>(context)) {
+    reader.refuse("its " + std::to_string(header.tokens) + " tokens do not fit into the context of " +
+                      std::to_string(context) + "; open a session with a larger context",
+                  EQKV_CONTEXT_FULL);
+  }
+  Snapshot snapshot;
+  snapshot.tokens.resize(static_cast<size_t>(header.tokens));
+  reader.read(snapshot.tokens.data(), snapshot.tokens.size() * sizeof snapshot.tokens[0]);
+  if (header.flags & kHasLogits) {
+    snapshot.logits.resize(static_cast<size_t>(header.vocab_size));
+    reader.read(snapshot.logits.data(), snapshot.logits.size() * sizeof snapshot.logits[0]);
+  }
+  reader.skip_to(places.end);
+  if (reader.checksum() != header.content_checksum) reader.refuse("was altered: its content is damaged");
+  for (const int32_t token : snapshot.tokens) {
+    if (token < 0 || token >= model.vocab_size) {
+      reader.refuse("was altered: token " + std::to_string(token) +
+                    " is outside the model's vocabulary");
+    }
+  }
+  rows->slabs = std::move(places.slabs);
+  snapshot.rows = std::move(rows);
+  return snapshot;
+}
+
+}  // namespace edge_qkv
