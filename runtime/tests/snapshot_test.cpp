@@ -1,0 +1,2 @@
+#include "core/snapshot.h"
+#include "test.h"
