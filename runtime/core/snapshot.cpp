@@ -109,7 +109,8 @@ class PartialFile {
     if (path.empty()) refuse_save("\"\"", "the path is empty");
     if (stat(path.c_str(), &there) == 0 && !S_ISREG(there.st_mode))
       refuse_save(path, "it is not a file");
-    while (!open_locked()) {
+    for (int tries = 100; !open_locked(); --tries) {
+      if (tries == 0) refuse_save(path, name_ + " is replaced all the time");
     }
   }
 

@@ -19,8 +19,9 @@ struct Snapshot {
 };
 
 // Writes the first tokens.size() rows of `cache` with their tokens and the logits that follow them
-// [vocab_size], or null, to the file `path`, which is replaced only when all is on the disk. `alignment`
-// is for tests: where slabs start. Throws Error; what `path` held before is then still there.
+// [vocab_size], or null, to the file `path`, which is replaced only when all is on the disk. Slabs start
+// at multiples of `alignment`: a system with larger pages reads them instead of mapping them. Throws
+// Error; what `path` held before is then still there.
 void save_snapshot(const std::string& path, const ModelInfo& model, const CacheView& cache,
                    const std::vector<int32_t>& tokens, const float* logits,
                    uint64_t alignment = page_bytes());

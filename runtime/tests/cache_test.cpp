@@ -1,15 +1,23 @@
 // The cache's memory: reserved, committed as rows arrive, given back.
 #include "core/cache.h"
 
+#include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 
 #include "core/memory.h"
+#include "core/rows_file.h"
+#include "fake_engine.h"
+#include "temporary.h"
 #include "test.h"
 
 using namespace edge_qkv;
+using namespace edge_qkv::test;
 
 namespace {
 
@@ -28,6 +36,24 @@ void touch(const CacheView& view, int64_t begin, int64_t end) {
 CacheLayout layout(CacheType type, int64_t layers, int64_t kv_heads, int64_t head_dim) {
   return {type, layers, 1, kv_heads, head_dim};
 }
+
+// Whether rows [begin, end) of every slab are those that fill_with_noise gives for `seed`.
+bool holds_noise(const CacheView& view, int64_t begin, int64_t end, uint64_t seed) {
+  const CacheMemory expected(view.layout, end);
+  fill_with_noise(expected.view(), begin, end, seed);
+  for (int64_t slab = 0; slab < view.layout.slabs(); ++slab) {
+    const size_t row = view.layout.row_bytes(slab / view.layout.kv_heads);
+    if (std::memcmp(view.slab(slab) + row * static_cast<size_t>(begin),
+                    expected.view().slab(slab) + row * static_cast<size_t>(begin),
+                    row * static_cast<size_t>(end - begin)) != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Bytes that this process has passed to write and its like.
+long long written_bytes() { return proc_number("/proc/self/io", "wchar:"); }
 
 double half(const std::byte* p) {  // a normal number
   uint16_t bits;
@@ -96,8 +122,10 @@ TEST(release, "released rows give whole pages back and leave the others alone") 
 
 TEST(too_large, "a size that overflows or exceeds the address space is refused") {
   const int64_t huge = int64_t{1} << 62;
-  EXPECT_ERROR(EQKV_OUT_OF_MEMORY, "smaller context", CacheMemory(layout(CacheType::kFloat16, 22, 1, 64), huge));
-  EXPECT_ERROR(EQKV_OUT_OF_MEMORY, "smaller context", CacheMemory(layout(CacheType::kFloat32, 1, 1, 1), huge));
+  EXPECT_ERROR(EQKV_OUT_OF_MEMORY, "smaller context",
+               CacheMemory(layout(CacheType::kFloat16, 22, 1, 64), huge));
+  EXPECT_ERROR(EQKV_OUT_OF_MEMORY, "smaller context",
+               CacheMemory(layout(CacheType::kFloat32, 1, 1, 1), huge));
   EXPECT_ERROR(EQKV_OUT_OF_MEMORY, "smaller context",
                CacheMemory(layout(CacheType::kFloat16, 4096, 4096, 65536), int64_t{1} << 31));
   // Within the address space of the processor, but not of the system.
@@ -106,7 +134,8 @@ TEST(too_large, "a size that overflows or exceeds the address space is refused")
 }
 
 TEST(noise, "noise is the same for one seed, whatever type and capacity") {
-  const CacheMemory a(layout(CacheType::kFloat16, 2, 2, 62), 64), b(layout(CacheType::kFloat32, 2, 2, 62), 100);
+  const CacheMemory a(layout(CacheType::kFloat16, 2, 2, 62), 64),
+      b(layout(CacheType::kFloat32, 2, 2, 62), 100);
   const CacheMemory other(layout(CacheType::kFloat16, 2, 2, 62), 64);
   fill_with_noise(a.view(), 0, 64, 7);
   fill_with_noise(b.view(), 0, 20, 7);
@@ -146,3 +175,189 @@ TEST(memory, "the process's memory grows by what is written") {
   EXPECT(memory_use().anonymous < before.anonymous + (1 << 20));
   EXPECT(memory_use().peak_resident >= written.resident - (1 << 20));
 }
+
+TEST(spill, "a spilled cache takes no memory, reads as before and can be written to") {
+  const TemporaryDirectory directory;
+  for (const std::string& place : {directory.path(), std::string()}) {
+    for (const CacheLayout& layout : kLayouts) {
+      CacheMemory cache(layout, 3000);
+      fill_with_noise(cache.view(), 0, 2001, 7);
+      EXPECT(cache.committed_bytes() > 0);
+      cache.spill(place, 2001);
+      EXPECT(cache.committed_bytes() == 0);
+      EXPECT(holds_noise(cache.view(), 0, 2001, 7));
+      EXPECT(cache.committed_bytes() > 0);
+      fill_with_noise(cache.view(), 2001, 3000, 8);
+      cache.spill(place, 3000);
+      EXPECT(cache.committed_bytes() == 0);
+      EXPECT(holds_noise(cache.view(), 0, 2001, 7) && holds_noise(cache.view(), 2001, 3000, 8));
+    }
+  }
+  EXPECT(directory.empty());
+}
+
+TEST(spilled_memory, "the rows of a spilled cache are no anonymous memory, read or not") {
+  const TemporaryDirectory directory;
+  CacheMemory cache(layout(CacheType::kFloat16, 2, 1, 64), 1 << 17);  // 32 MiB
+  const uint64_t before = memory_use().anonymous;
+  touch(cache.view(), 0, 1 << 17);
+  EXPECT(memory_use().anonymous > before + (31 << 20));
+  cache.spill(directory.path(), 1 << 17);
+  EXPECT(memory_use().anonymous < before + (1 << 20));
+  EXPECT(cache.view().slab(1)[123456] == std::byte{1});
+  EXPECT(memory_use().anonymous < before + (1 << 20));
+}
+
+TEST(respill, "what did not change since the last spill is not written again") {
+  if (written_bytes() < 0) return;  // the kernel does not count
+  const TemporaryDirectory directory;
+  const CacheLayout& layout = kLayouts[2];
+  CacheMemory cache(layout, 3000);
+  const size_t slabs = static_cast<size_t>(layout.slabs());
+  const auto spill = [&](int64_t length) {
+    const long long before = written_bytes();
+    cache.spill(directory.path(), length);
+    EXPECT(cache.committed_bytes() == 0);
+    return static_cast<size_t>(written_bytes() - before);
+  };
+  const auto pages = [&](int64_t begin, int64_t end) {  // that hold these rows
+    const size_t row = layout.row_bytes(0);
+    return (row * static_cast<size_t>(end) + page() - 1) / page() -
+           row * static_cast<size_t>(begin) / page();
+  };
+  fill_with_noise(cache.view(), 0, 2000, 1);
+  EXPECT(spill(2000) == slabs * pages(0, 2000) * page());
+  EXPECT(holds_noise(cache.view(), 0, 2000, 1));
+  EXPECT(spill(2000) == 0);  // read in between, which makes pages resident
+  fill_with_noise(cache.view(), 2000, 2100, 2);
+  EXPECT(spill(2100) == slabs * pages(2000, 2100) * page());
+  cache.release(1001);
+  EXPECT(spill(1001) == 0);
+  fill_with_noise(cache.view(), 1001, 2500, 3);
+  EXPECT(spill(2500) == slabs * pages(1001, 2500) * page());
+  EXPECT(holds_noise(cache.view(), 0, 1001, 1) && holds_noise(cache.view(), 1001, 2500, 3));
+  // Rows that were changed in place.
+  cache.changed_from(77);
+  fill_with_noise(cache.view(), 77, 90, 4);
+  EXPECT(spill(2500) == slabs * pages(77, 2500) * page());
+  EXPECT(holds_noise(cache.view(), 0, 77, 1) && holds_noise(cache.view(), 77, 90, 4));
+  EXPECT(holds_noise(cache.view(), 90, 1001, 1) && holds_noise(cache.view(), 1001, 2500, 3));
+}
+
+TEST(shared, "caches of one file share its pages, and none sees what another writes or spills") {
+  const TemporaryDirectory directory;
+  for (const std::string& place : {directory.path(), std::string()}) {
+    CacheMemory parent(kLayouts[2], 3000);
+    auto child = std::make_unique<CacheMemory>(kLayouts[2], 3000);
+    fill_with_noise(parent.view(), 0, 2001, 1);
+    parent.spill(place, 2001);
+    child->map(parent.file(), 2001);
+    EXPECT(holds_noise(child->view(), 0, 2001, 1));
+    // The parent goes back and on, in the page where the child's rows end and behind it.
+    parent.release(1001);
+    fill_with_noise(parent.view(), 1001, 2500, 2);
+    child->changed_from(2001);
+    fill_with_noise(child->view(), 2001, 2100, 3);
+    parent.spill(place, 2500);
+    EXPECT(parent.file() != child->file());
+    EXPECT(holds_noise(child->view(), 0, 2001, 1) && holds_noise(child->view(), 2001, 2100, 3));
+    EXPECT(holds_noise(parent.view(), 0, 1001, 1) && holds_noise(parent.view(), 1001, 2500, 2));
+    // The child has the first file alone now, and may write to it.
+    const RowsFile* file = child->file().get();
+    child->spill(place, 2100);
+    EXPECT(child->file().get() == file);
+    EXPECT(holds_noise(child->view(), 0, 2001, 1) && holds_noise(child->view(), 2001, 2100, 3));
+    child.reset();
+    EXPECT(holds_noise(parent.view(), 0, 1001, 1) && holds_noise(parent.view(), 1001, 2500, 2));
+  }
+}
+
+TEST(one_copy, "two caches of one file take the memory of one, and of the pages that they change") {
+  const TemporaryDirectory directory;
+  const int64_t rows = 1 << 17;  // 32 MiB
+  CacheMemory parent(layout(CacheType::kFloat16, 2, 1, 64), rows), child(parent.view().layout, rows);
+  const auto is_touched = [&](const CacheMemory& cache) {
+    const std::byte* at = cache.view().slab(0);
+    return std::all_of(at, at + cache.reserved_bytes(), [](std::byte b) { return b == std::byte{1}; });
+  };
+  const auto pss = [] { return proc_number("/proc/self/smaps_rollup", "Pss:"); };  // KiB
+  const long long pss_before = pss();
+  const uint64_t before = memory_use().anonymous;
+  touch(parent.view(), 0, rows);
+  parent.spill(directory.path(), rows);
+  child.map(parent.file(), rows);
+  EXPECT(is_touched(parent) && is_touched(child));
+  EXPECT(memory_use().anonymous < before + (1 << 20));
+  EXPECT(child.committed_bytes() == child.reserved_bytes());
+  // A page counts half for each of the two places it is mapped at.
+  if (pss_before >= 0) EXPECT(pss() > pss_before + (31 << 10) && pss() < pss_before + (35 << 10));
+  child.view().slab(1)[5] = std::byte{99};
+  EXPECT(memory_use().anonymous < before + (1 << 20));
+  EXPECT(is_touched(parent) && !is_touched(child));
+}
+
+TEST(no_directory, "a spill to a directory that cannot be written to names it") {
+  CacheMemory cache(kLayouts[1], 500);
+  fill_with_noise(cache.view(), 0, 500, 1);
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "/absent/directory", cache.spill("/absent/directory", 500));
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "can be written to", cache.spill("/proc", 500));
+  EXPECT(holds_noise(cache.view(), 0, 500, 1) && !cache.file());
+}
+
+TEST(no_space, "a spill that runs out of space half-way leaves every row as it was") {
+  const TemporaryDirectory directory;
+  CacheMemory cache(kLayouts[2], 3000);
+  fill_with_noise(cache.view(), 0, 2000, 1);
+  const auto refused = [&](int64_t length) {
+    const FileSizeLimit limit(cache.reserved_bytes() / 2);
+    EXPECT_ERROR(EQKV_OUT_OF_MEMORY, directory.path(), cache.spill(directory.path(), length));
+  };
+  refused(2000);
+  EXPECT(holds_noise(cache.view(), 0, 2000, 1) && !cache.file());
+  cache.spill(directory.path(), 2000);
+  // The same with a file that is written again from some row on.
+  cache.release(1500);
+  fill_with_noise(cache.view(), 1500, 2500, 2);
+  refused(2500);
+  EXPECT(holds_noise(cache.view(), 0, 1500, 1) && holds_noise(cache.view(), 1500, 2500, 2));
+  cache.release(1700);
+  fill_with_noise(cache.view(), 1700, 2500, 3);
+  cache.spill(directory.path(), 2500);
+  EXPECT(holds_noise(cache.view(), 0, 1500, 1) && holds_noise(cache.view(), 1500, 1700, 2));
+  EXPECT(holds_noise(cache.view(), 1700, 2500, 3));
+  EXPECT(directory.empty());
+}
+
+#if defined(__linux__)
+TEST(no_mappings, "a spill for which the system has no more mappings leaves every row as it was") {
+  const int64_t most = proc_number("/proc/sys/vm/max_map_count", "");
+  if (most < 0 || most > 200000) return;  // too many to use up here
+  const TemporaryDirectory directory;
+  const pid_t child = fork();  // which alone runs out of them
+  if (child == 0) {
+    int good = 0;
+    CacheMemory cache(kLayouts[2], 3000);
+    fill_with_noise(cache.view(), 0, 2000, 1);
+    const size_t pages = 2 * static_cast<size_t>(most);
+    auto* at = static_cast<char*>(
+        mmap(nullptr, pages * page(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    size_t i = 1;
+    while (i < pages && mprotect(at + i * page(), page(), PROT_READ) == 0) i += 2;
+    for (int back = 0; back < 3; ++back) mprotect(at + (i -= 2) * page(), page(), PROT_NONE);
+    try {
+      cache.spill(directory.path(), 2000);
+    } catch (const Error& error) {
+      good += error.status() == EQKV_OUT_OF_MEMORY && std::strstr(error.what(), "cannot be mapped");
+    }
+    munmap(at, pages * page());
+    good += cache.committed_bytes() < cache.reserved_bytes() / 3 * 2;  // it was half-way
+    good += holds_noise(cache.view(), 0, 2000, 1);
+    cache.spill(directory.path(), 2000);
+    good += cache.committed_bytes() == 0 && holds_noise(cache.view(), 0, 2000, 1);
+    _exit(good);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 4);
+}
+#endif

@@ -1,78 +1,19 @@
 // A session on a tiny engine whose rows and logits can be worked out by hand.
 #include "core/session.h"
 
+#include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <thread>
 
+#include "core/random.h"
+#include "fake_engine.h"
+#include "temporary.h"
 #include "test.h"
 
 using namespace edge_qkv;
+using namespace edge_qkv::test;
 
 namespace {
-
-constexpr int64_t kVocab = 10, kMaxPositions = 1000;
-
-// What a test sees of the engine, and how it makes it fail.
-struct Probe {
-  std::vector<size_t> chunks, logit_rows;
-  std::atomic<bool> running{false};
-  bool wait = false;  // until interrupted
-  int fail_after = -1;
-};
-
-// A row of the cache is its token. The largest logit of a position is the token (sum of all tokens up to
-// there) mod vocabulary, read back from the cache.
-class FakeState : public EngineState {
- public:
-  FakeState(const CacheView& cache, Probe& probe) : probe_(probe), cache_(cache) {}
-
-  void forward(const int32_t* tokens, size_t count, int64_t past, size_t logit_rows,
-               float* logits) override {
-    probe_.chunks.push_back(count);
-    probe_.logit_rows.push_back(logit_rows);
-    probe_.running = true;
-    while (probe_.wait && !interrupted_) std::this_thread::yield();
-    if (interrupted_) throw Error(EQKV_ENGINE_FAILED, "interrupted");
-    if (probe_.fail_after-- == 0) throw Error(EQKV_ENGINE_FAILED, "broken");
-    auto* rows = reinterpret_cast<float*>(cache_.tensors[0]);
-    for (size_t i = 0; i < count; ++i)
-      rows[static_cast<size_t>(past) + i] = static_cast<float>(tokens[i]);
-    std::memset(logits, 0, logit_rows * kVocab * sizeof *logits);
-    for (size_t i = 0; i < logit_rows; ++i) {
-      const size_t position = static_cast<size_t>(past) + count - logit_rows + i;
-      int64_t sum = 0;
-      for (size_t j = 0; j <= position; ++j) sum += static_cast<int64_t>(rows[j]);
-      logits[i * kVocab + static_cast<size_t>(sum % kVocab)] = 1;
-    }
-  }
-
-  void interrupt() noexcept override { interrupted_ = true; }
-  void resume() noexcept override { interrupted_ = false; }
-
- private:
-  Probe& probe_;
-  const CacheView cache_;
-  std::atomic<bool> interrupted_{false};
-};
-
-class FakeModel : public EngineModel {
- public:
-  FakeModel() {
-    info_.vocab_size = kVocab;
-    info_.max_positions = kMaxPositions;
-    info_.cache = {CacheType::kFloat32, 1, 1, 1, 1};
-  }
-  const ModelInfo& info() const override { return info_; }
-  void release_pages() const override {}
-  std::unique_ptr<EngineState> open(const CacheView& cache) const override {
-    return std::make_unique<FakeState>(cache, probe);
-  }
-  mutable Probe probe;
-
- private:
-  ModelInfo info_;
-};
 
 struct Fixture {
   explicit Fixture(int64_t context = 100, int64_t chunk = 4)
@@ -248,12 +189,149 @@ TEST(fill, "fill writes rows and a history of zeros") {
   f.evaluate({1, 2});
   f.session.fill(50, 3);
   EXPECT(f.session.length() == 50 && f.session.tokens()[1] == 2 && f.session.tokens()[49] == 0);
-  const auto* rows = reinterpret_cast<const float*>(f.session.cache().view().tensors[0]);
-  EXPECT(rows[1] == 2 && rows[2] != 0 && rows[49] != 0 && rows[50] == 0);
+  const auto* rows = reinterpret_cast<const uint32_t*>(f.session.cache().view().tensors[0]);
+  EXPECT(rows[1] == 0x02020202 && rows[2] != 0 && rows[49] != 0 && rows[50] == 0);
   EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "evaluate a token", f.session.logits());
   EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "already holds 50", f.session.fill(49, 3));
   EXPECT_ERROR(EQKV_CONTEXT_FULL, "51 more tokens", f.session.fill(101, 3));
   EXPECT_ERROR(EQKV_CONTEXT_FULL, "do not fit", f.session.fill(INT64_MAX, 3));
   f.evaluate({1});
   EXPECT(f.session.length() == 51);
+}
+
+TEST(match, "a prompt keeps the beginning that it shares with the session") {
+  struct Case {
+    std::vector<int32_t> prompt;
+    int64_t kept;
+  };
+  const Case cases[] = {
+      {{1, 2, 3, 4, 5, 6}, 5},  // goes on: nothing is evaluated again
+      {{1, 2, 3, 9, 5}, 3},     // differs in the middle
+      {{9}, 0},                 // differs from the start
+      {{1, 2, 3}, 2},           // is a part: its last token gives the logits
+      {{1, 2, 3, 4, 5}, 5},     // is all of it, and the logits are there
+      {{}, 0},
+  };
+  for (const Case& c : cases) {
+    Fixture f;
+    f.evaluate({1, 2, 3, 4, 5});
+    EXPECT(f.session.match(c.prompt.data(), c.prompt.size()) == c.kept);
+    EXPECT(f.session.length() == c.kept);
+    f.evaluate({c.prompt.begin() + c.kept, c.prompt.end()});
+    EXPECT(f.session.tokens() == c.prompt);
+    int32_t sum = 0;
+    for (const int32_t token : c.prompt) sum += token;
+    if (!c.prompt.empty()) EXPECT(f.session.sample() == sum % kVocab);
+  }
+  Fixture f;
+  f.evaluate({1, 2, 3});
+  f.session.rewind(2);
+  const int32_t prompt[] = {1, 2};
+  EXPECT(f.session.match(prompt, 2) == 1);  // without logits the last token is evaluated again
+}
+
+TEST(empty_session, "a session without tokens is forked, spilled and saved like any other") {
+  const TemporaryDirectory directory;
+  Fixture f;
+  f.session.spill(directory.path());
+  const auto child = f.session.fork(directory.path());
+  f.session.save(directory / "empty");
+  Fixture other;
+  other.evaluate({1, 2});
+  other.session.restore(directory / "empty");
+  for (Session* session : {&f.session, child.get(), &other.session}) {
+    EXPECT(session->length() == 0);
+    EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "evaluate a token", session->logits());
+    const int32_t token = 7;
+    session->evaluate(&token, 1, nullptr);
+    EXPECT(session->sample() == 7);
+  }
+}
+
+TEST(fork_options, "a fork has the context, tokens and logits of its parent, and a sampler of its own") {
+  Fixture f(6, 2);
+  f.evaluate({1, 2, 3});
+  SamplerOptions sampler;
+  sampler.temperature = 1;
+  sampler.min_p = 0.9f;
+  f.session.set_sampler(sampler);
+  const auto child = f.session.fork();
+  EXPECT(child->tokens() == f.session.tokens() && child->sample() == 6);
+  const int32_t tokens[] = {1, 1, 1, 1};
+  EXPECT_ERROR(EQKV_CONTEXT_FULL, "3 of the 6", child->evaluate(tokens, 4, nullptr));
+  f.probe().chunks.clear();
+  child->evaluate(tokens, 3, nullptr);
+  EXPECT((f.probe().chunks == std::vector<size_t>{2, 1}));
+  EXPECT(f.session.length() == 3 && child->sample() == 9);
+}
+
+// Sessions that are saved, restored, forked, spilled and rewound in every order, each beside one to
+// which only tokens happen: they must agree to the last byte of the cache at every step.
+TEST(in_between, "nothing that moves a session's rows changes what it computes") {
+  const TemporaryDirectory directory;
+  struct Pair {
+    std::unique_ptr<Session> session, plain;
+  };
+  uint64_t counter = 0;
+  const auto random = [&](size_t below) { return static_cast<size_t>(scramble(++counter) % below); };
+  for (const CacheLayout& layout : kLayouts) {
+    const auto model = std::make_shared<FakeModel>(layout);
+    const SessionOptions options{700, 50, {}};
+    const auto open = [&] { return std::make_unique<Session>(model, options); };
+    std::vector<Pair> pairs;
+    pairs.push_back({open(), open()});
+    const auto path = [&](size_t i) { return directory / ("snapshot" + std::to_string(i)); };
+    std::vector<std::vector<int32_t>> saved(3);  // the tokens in each snapshot
+    for (size_t i = 0; i < saved.size(); ++i) pairs[0].session->save(path(i));
+    for (int step = 0; step < 150; ++step) {
+      const size_t at = random(pairs.size());
+      Session& session = *pairs[at].session;
+      Session& plain = *pairs[at].plain;
+      const auto replay = [&](Session& fresh, const std::vector<int32_t>& tokens) {
+        const int64_t kept = fresh.match(tokens.data(), tokens.size());
+        fresh.evaluate(tokens.data() + kept, tokens.size() - static_cast<size_t>(kept), nullptr);
+      };
+      switch (random(8)) {
+        case 0: {
+          const int64_t length = static_cast<int64_t>(random(static_cast<size_t>(session.length()) + 1));
+          session.rewind(length);
+          plain.rewind(length);
+          break;
+        }
+        case 1: {
+          const size_t file = random(saved.size());
+          session.save(path(file));
+          saved[file] = session.tokens();
+          break;
+        }
+        case 2: {
+          const size_t file = random(saved.size());
+          session.restore(path(file));
+          replay(plain, saved[file]);
+          break;
+        }
+        case 3:
+          if (pairs.size() < 4) {
+            Pair child{session.fork(random(2) ? directory.path() : ""), open()};
+            replay(*child.plain, session.tokens());
+            pairs.push_back(std::move(child));
+          }
+          break;
+        case 4:
+          if (pairs.size() > 1) pairs.erase(pairs.begin() + static_cast<std::ptrdiff_t>(at));
+          continue;
+        default:
+          session.spill(random(4) ? directory.path() : "");
+          break;
+      }
+      const size_t room = static_cast<size_t>(session.context() - session.length());
+      if (room == 0) continue;
+      std::vector<int32_t> tokens(std::min(room, size_t{1} << random(8)));
+      for (int32_t& token : tokens) token = static_cast<int32_t>(random(kVocab));
+      session.evaluate(tokens.data(), tokens.size(), nullptr);
+      plain.evaluate(tokens.data(), tokens.size(), nullptr);
+      EXPECT(session.tokens() == plain.tokens());
+      EXPECT(std::equal(session.logits(), session.logits() + kVocab, plain.logits()));
+    }
+  }
 }

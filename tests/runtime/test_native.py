@@ -1,4 +1,4 @@
-"""The native tests, built from source and run on every instruction set this machine has."""
+"""The native tests, run on every instruction set this machine has."""
 
 from __future__ import annotations
 
@@ -12,32 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build" / "native-tests"
 ISAS = ("baseline", "avx2", "avx512", "armv8", "dotprod", "i8mm")
-
-
-def _tool(name: str) -> str:
-    """cmake and ninja come with the test extra, beside the interpreter."""
-    return shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])) or name
 
 
 def _run(*command: object, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, env=os.environ | environment, timeout=600
     )
-
-
-@pytest.fixture(scope="module")
-def tests() -> Path:
-    """Directory of the built test programs; a rebuild compiles only what changed."""
-    options = ["-DEDGE_QKV_BUILD_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}"]
-    for command in (
-        [_tool("cmake"), "-S", ROOT, "-B", BUILD, "-G", "Ninja", *options],
-        [_tool("cmake"), "--build", BUILD],
-    ):
-        done = _run(*command)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return BUILD
 
 
 def _available(isa: str) -> bool:

@@ -1,0 +1,396 @@
+// Snapshots: what was saved comes back, and whatever else a file holds is refused.
+#include "core/snapshot.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <set>
+#include <thread>
+
+#include "core/checksum.h"
+#include "core/memory.h"
+#include "core/session.h"
+#include "fake_engine.h"
+#include "temporary.h"
+#include "test.h"
+
+using namespace edge_qkv;
+using namespace edge_qkv::test;
+
+namespace {
+
+constexpr size_t kHeader = 256;
+
+std::vector<int32_t> some_tokens(size_t count) {
+  std::vector<int32_t> tokens(count);
+  for (size_t i = 0; i < count; ++i) tokens[i] = static_cast<int32_t>((i * i + 3) % kVocab);
+  return tokens;
+}
+
+// A session that has evaluated tokens, and what it saved.
+struct Saved {
+  explicit Saved(const CacheLayout& layout = kLayouts[4], size_t count = 150)
+      : model(std::make_shared<FakeModel>(layout)), session(model, {300, 64}) {
+    const std::vector<int32_t> tokens = some_tokens(count);
+    session.evaluate(tokens.data(), count, nullptr);
+    session.save(path);
+    bytes = read_file(path);
+  }
+
+  // The status with which a session that holds other tokens refuses `file`; EQKV_OK where it does not.
+  // Whatever happens, a refusal must leave that session as it was.
+  eqkv_status restore(const std::string& file, std::string* sentence = nullptr) {
+    unlink(other.c_str());  // it may be mapped
+    write_file(other, file);
+    try {
+      target.restore(other);
+      return EQKV_OK;
+    } catch (const Error& error) {
+      if (sentence) *sentence = error.what();
+      EXPECT(target.tokens() == kBefore && target.sample() == 6);
+      return error.status();
+    }
+  }
+
+  uint64_t field(size_t offset) const {
+    uint64_t value;
+    std::memcpy(&value, bytes.data() + offset, sizeof value);
+    return value;
+  }
+
+  // The file with `size` bytes at `offset` replaced, and checksums that fit again.
+  std::string with(size_t offset, const void* value, size_t size) const {
+    std::string changed = bytes;
+    std::memcpy(changed.data() + offset, value, size);
+    const auto sum_to = [&](size_t at, const char* data, size_t count) {
+      Checksum sum;
+      sum.add(data, count);
+      const uint64_t result = sum.value();
+      std::memcpy(changed.data() + at, &result, sizeof result);
+    };
+    if (offset >= kHeader) sum_to(240, changed.data() + kHeader, changed.size() - kHeader);
+    sum_to(248, changed.data(), 248);
+    return changed;
+  }
+  template <class Number>
+  std::string with(size_t offset, Number value) const {
+    return with(offset, &value, sizeof value);
+  }
+
+  const std::vector<int32_t> kBefore = {1, 2, 3};
+  TemporaryDirectory directory;
+  const std::string path = directory / "snapshot", other = directory / "other";
+  std::shared_ptr<FakeModel> model;
+  Session session;
+  Session target = Session(model, {300, 64});
+  bool started = (target.evaluate(kBefore.data(), 3, nullptr), true);
+  std::string bytes;
+};
+
+// The sentence with which `file` is refused; "" where it is not, or with another status.
+std::string refusal(Saved& saved, const std::string& file, eqkv_status status = EQKV_BAD_SNAPSHOT) {
+  std::string sentence;
+  return saved.restore(file, &sentence) == status ? sentence : "";
+}
+
+bool says(const std::string& sentence, const std::string& words) {
+  return sentence.find(words) != std::string::npos;
+}
+
+}  // namespace
+
+TEST(checksum, "the checksum is XXH64") {
+  // The bytes and results of tests/sanity_test_vectors.h in xxHash 0.8.2.
+  constexpr uint64_t kSeed = 2654435761u;
+  std::vector<unsigned char> bytes(4160);
+  uint64_t state = kSeed;
+  for (unsigned char& byte : bytes) {
+    byte = static_cast<unsigned char>(state >> 56);
+    state *= 11400714785074694797u;
+  }
+  const struct {
+    size_t count;
+    uint64_t seed, sum;
+  } cases[] = {
+      {0, 0, 0xef46db3751d8e999u},   {0, kSeed, 0xac75fda2929b17efu},
+      {1, 0, 0xe934a84adb052768u},   {1, kSeed, 0x5014607643a9b4c3u},
+      {2, 0, 0x5d48cd60a77e23ffu},   {3, 0, 0xff7e1959cb50794au},
+      {4, 0, 0x9136a0dca57457eeu},   {4, kSeed, 0xcaab286bd8e9fdb5u},
+      {8, 0, 0xcdbcf538e71d1348u},   {9, 0, 0x554b1ae991eda6b6u},
+      {14, 0, 0x8282dcc4994e35c8u},  {14, kSeed, 0xc3bd6bf63deb6df0u},
+      {17, 0, 0x0d39a2d051a30c2cu},  {31, 0, 0x299b39a290e6d783u},
+      {32, 0, 0x18b216492bb44b70u},  {33, 0, 0x55c8dc3e578f5b59u},
+      {64, 0, 0xef558f8acac2b5cdu},  {129, 0, 0x41c280132d697abau},
+      {222, 0, 0xb641ae8cb691c174u}, {222, kSeed, 0x20cb8ab7ae10c14au},
+  };
+  for (const auto& c : cases) {
+    for (size_t piece = 1; piece <= c.count + 1; ++piece) {
+      Checksum sum(c.seed);
+      for (size_t at = 0; at < c.count; at += piece) {
+        sum.add(bytes.data() + at, std::min(piece, c.count - at));
+      }
+      EXPECT(sum.value() == c.sum);
+    }
+  }
+}
+
+TEST(round_trip, "a restored session goes on exactly as the saved one, for every cache layout") {
+  for (const CacheLayout& layout : kLayouts) {
+    for (const size_t count : {size_t{1}, size_t{64}, size_t{300}}) {
+      Saved saved(layout, count);
+      // In a session with another capacity too.
+      Session larger(saved.model, {1000, 7});
+      for (Session* session : {&saved.target, &larger}) {
+        session->restore(saved.path);
+        EXPECT(session->tokens() == saved.session.tokens());
+        EXPECT(std::equal(session->logits(), session->logits() + kVocab, saved.session.logits()));
+      }
+      Session plain(saved.model, {1000, 7});
+      std::vector<int32_t> tokens = some_tokens(count);
+      tokens.insert(tokens.end(), 700, 3);
+      plain.evaluate(tokens.data(), tokens.size(), nullptr);
+      larger.evaluate(tokens.data() + count, 700, nullptr);
+      EXPECT(std::equal(larger.logits(), larger.logits() + kVocab, plain.logits()));
+    }
+  }
+}
+
+TEST(without_logits, "a session without logits is saved without them") {
+  Saved saved;
+  saved.session.rewind(100);
+  saved.session.save(saved.path);
+  saved.target.restore(saved.path);
+  EXPECT(saved.target.length() == 100);
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "evaluate a token", saved.target.logits());
+}
+
+TEST(other_pages, "a snapshot of a system with other pages is mapped where they fit, else read") {
+  Saved saved;
+  for (const uint64_t alignment : {uint64_t{64}, uint64_t{512}, uint64_t{65536}, uint64_t{1} << 20}) {
+    save_snapshot(saved.path, saved.model->info(), saved.session.cache().view(), saved.session.tokens(),
+                  saved.session.logits(), alignment);
+    saved.target.restore(saved.path);
+    EXPECT((saved.target.cache().file() != nullptr) == (alignment % page_bytes() == 0));
+    Session plain(saved.model, {300, 64});
+    std::vector<int32_t> tokens = some_tokens(150);
+    tokens.push_back(1);
+    plain.evaluate(tokens.data(), tokens.size(), nullptr);
+    saved.target.evaluate(tokens.data() + 150, 1, nullptr);
+    EXPECT(std::equal(plain.logits(), plain.logits() + kVocab, saved.target.logits()));
+  }
+}
+
+TEST(mapped,
+     "restored rows are mapped: no page of them is in RAM, and none becomes anonymous when read") {
+  const TemporaryDirectory directory;
+  const CacheLayout layout{CacheType::kFloat16, 4, 1, 1, 4096};
+  const auto model = std::make_shared<FakeModel>(layout);
+  Session session(model, {1000, 0}), other(model, {1000, 0});
+  session.fill(1000, 1);
+  session.save(directory / "snapshot");  // 32 MB
+  const uint64_t before = memory_use().anonymous;
+  other.restore(directory / "snapshot");
+  EXPECT(other.cache().committed_bytes() == 0);
+  for (int64_t slab = 0; slab < layout.slabs(); ++slab) {
+    EXPECT(std::memcmp(other.cache().view().slab(slab), session.cache().view().slab(slab),
+                       layout.row_bytes(0) * 1000) == 0);
+  }
+  EXPECT(memory_use().anonymous < before + (1 << 20));
+}
+
+TEST(save_over, "saving over a snapshot does not disturb the sessions that were restored from it") {
+  Saved saved;
+  saved.target.restore(saved.path);
+  Session third(saved.model, {300, 64});
+  third.restore(saved.path);
+  third.rewind(10);
+  const int32_t token = 5;
+  third.evaluate(&token, 1, nullptr);
+  third.save(saved.path);
+  third.save(saved.path);
+  saved.target.rewind(149);
+  saved.target.evaluate(&some_tokens(150)[149], 1, nullptr);
+  EXPECT(std::equal(saved.target.logits(), saved.target.logits() + kVocab, saved.session.logits()));
+  saved.target.restore(saved.path);
+  EXPECT(saved.target.length() == 11 && saved.target.sample() == third.sample());
+}
+
+TEST(flipped, "a flipped bit is refused, wherever it is") {
+  Saved saved(kLayouts[3], 40);
+  std::string file = saved.bytes;
+  for (size_t at = 0; at < file.size(); at += at < kHeader + 256 ? 1 : 13) {
+    const char flip = static_cast<char>(1 << at % 8);
+    file[at] ^= flip;
+    EXPECT(saved.restore(file) == EQKV_BAD_SNAPSHOT);
+    file[at] ^= flip;
+  }
+  EXPECT(saved.restore(file) == EQKV_OK);
+}
+
+TEST(truncated,
+     "a truncated file is refused, wherever it ends, and so is one with something behind it") {
+  Saved saved(kLayouts[3], 40);
+  std::set<size_t> lengths = {0, 1, 7, 8, 11, 12, 16, 255, 256, 257, saved.bytes.size() - 1};
+  for (size_t at = 0; at < saved.bytes.size(); at += 61) lengths.insert(at);
+  for (size_t at = 4096; at < saved.bytes.size(); at += 4096) lengths.insert({at - 1, at, at + 1});
+  for (const size_t length : lengths) {
+    const std::string sentence = refusal(saved, saved.bytes.substr(0, length));
+    EXPECT(says(sentence, length < 8 ? "is not a snapshot" : "is truncated"));
+    EXPECT(says(sentence, saved.other));
+  }
+  EXPECT(says(refusal(saved, saved.bytes + '\0'), "was altered"));
+  EXPECT(says(refusal(saved, saved.bytes + saved.bytes), "was altered"));
+}
+
+TEST(sizes, "sizes that no snapshot has are refused, however well the checksums fit") {
+  Saved saved;
+  constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max();
+  for (const size_t at : {16, 24, 32, 40, 56, 64, 72, 80, 152, 160}) {
+    const uint64_t value = saved.field(at);
+    std::set<uint64_t> attacks = {0,           1,    value - 1, value + 1, value * 2,
+                                  value << 32, kAll, kAll - 1,  kAll / 2};
+    for (int bit = 0; bit < 64; ++bit) attacks.insert({uint64_t{1} << bit, value ^ uint64_t{1} << bit});
+    for (uint64_t part = 1; part < 64; ++part) attacks.insert(kAll / part);  // products that overflow
+    attacks.erase(value);
+    for (const uint64_t attack : attacks)
+      EXPECT(saved.restore(saved.with(at, attack)) == EQKV_BAD_SNAPSHOT);
+  }
+  for (const size_t at : {48, 52}) {
+    for (const uint32_t attack : {3u, 4u, 0x80000001u, 0xffffffffu}) {
+      EXPECT(saved.restore(saved.with(at, attack)) == EQKV_BAD_SNAPSHOT);
+    }
+  }
+  for (size_t at = 168; at < 240; ++at) {
+    EXPECT(saved.restore(saved.with(at, char{1})) == EQKV_BAD_SNAPSHOT);
+  }
+  EXPECT(saved.restore(saved.with(32, saved.field(32))) == EQKV_OK);
+}
+
+TEST(foreign, "what a snapshot is not of is said in so many words") {
+  Saved saved;
+  EXPECT(says(refusal(saved, saved.with(12, uint32_t{2})), "newer version"));
+  EXPECT(says(refusal(saved, saved.with(12, uint32_t{0})), "header is damaged"));
+  EXPECT(says(refusal(saved, saved.with(12, uint32_t{0x04030201})), "newer version"));
+  EXPECT(says(refusal(saved, saved.with(88, 'b')), "another model"));
+  EXPECT(says(refusal(saved, saved.with(48, uint32_t{1})), "(fp16, 2 layers, 2 caches, 2 kv heads"));
+  EXPECT(says(refusal(saved, saved.with(48, uint32_t{77})), "type 77"));
+  EXPECT(says(refusal(saved, std::string(5000, 'x')), "is not a snapshot"));
+  for (const int32_t token : {-1, static_cast<int32_t>(kVocab), 1 << 30}) {
+    EXPECT(says(refusal(saved, saved.with(kHeader + 4 * 149, token)), "vocabulary"));
+  }
+  // All numbers of the header in the other order.
+  std::string swapped = saved.bytes;
+  for (const size_t at : {8, 12, 48, 52}) std::reverse(swapped.begin() + at, swapped.begin() + at + 4);
+  for (const size_t at : {16, 24, 32, 40, 56, 64, 72, 80, 152, 160, 240, 248}) {
+    std::reverse(swapped.begin() + at, swapped.begin() + at + 8);
+  }
+  EXPECT(says(refusal(saved, swapped), "other byte order"));
+
+  const auto another = std::make_shared<FakeModel>(kLayouts[4], 'c');
+  EXPECT_ERROR(EQKV_BAD_SNAPSHOT, "another model", Session(another, {300, 64}).restore(saved.path));
+  for (const CacheLayout& layout : kLayouts) {
+    if (&layout == &kLayouts[4]) continue;
+    Session session(std::make_shared<FakeModel>(layout), {300, 64});
+    EXPECT_ERROR(EQKV_BAD_SNAPSHOT, "another cache layout", session.restore(saved.path));
+  }
+}
+
+TEST(smaller_context, "a snapshot that does not fit into the context is refused with its size") {
+  Saved saved;
+  Session session(saved.model, {149, 64});
+  EXPECT_ERROR(EQKV_CONTEXT_FULL, "150 tokens do not fit into the context of 149",
+               session.restore(saved.path));
+  EXPECT(session.length() == 0);
+  Session exact(saved.model, {150, 64});
+  exact.restore(saved.path);
+  EXPECT(exact.length() == 150);
+}
+
+TEST(no_file, "what is no file is refused, to restore from as to save to") {
+  Saved saved;
+  const std::string absent = saved.directory / "absent", pipe = saved.directory / "pipe";
+  EXPECT(mkfifo(pipe.c_str(), 0600) == 0);
+  EXPECT_ERROR(EQKV_BAD_SNAPSHOT, absent, saved.target.restore(absent));
+  EXPECT_ERROR(EQKV_BAD_SNAPSHOT, "cannot be opened", saved.target.restore(""));
+  EXPECT_ERROR(EQKV_BAD_SNAPSHOT, "is not a file", saved.target.restore(saved.directory.path()));
+  EXPECT_ERROR(EQKV_BAD_SNAPSHOT, "is not a file", saved.target.restore(pipe));
+  EXPECT_ERROR(EQKV_BAD_SNAPSHOT, "is not a file", saved.target.restore("/dev/zero"));
+  EXPECT(chmod(saved.path.c_str(), 0) == 0);
+  if (geteuid() != 0)
+    EXPECT_ERROR(EQKV_BAD_SNAPSHOT, "cannot be opened", saved.target.restore(saved.path));
+  EXPECT(saved.target.tokens() == saved.kBefore);
+
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "empty", saved.session.save(""));
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "not a file", saved.session.save(saved.directory.path()));
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "not a file", saved.session.save(pipe));
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, absent, saved.session.save(absent + "/snapshot"));
+  EXPECT(mkfifo((absent + ".partial").c_str(), 0600) == 0);
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "in the way", saved.session.save(absent));
+  EXPECT(access((absent + ".partial").c_str(), F_OK) == 0);
+}
+
+TEST(save_fails, "a save that fails keeps the last snapshot and leaves nothing else behind") {
+  Saved saved;
+  saved.session.rewind(120);
+  {
+    const FileSizeLimit limit(saved.bytes.size() / 3);
+    EXPECT_ERROR(EQKV_OUT_OF_MEMORY, "free space", saved.session.save(saved.path));
+  }
+  EXPECT(read_file(saved.path) == saved.bytes);
+  EXPECT(access((saved.path + ".partial").c_str(), F_OK) != 0);
+}
+
+TEST(stale, "what a killed save left behind is written over, what a running one writes is left alone") {
+  Saved saved;
+  const std::string partial = saved.path + ".partial";
+  write_file(partial, std::string(saved.bytes.size() * 2, 'x'));
+  saved.session.save(saved.path);
+  EXPECT(read_file(saved.path) == saved.bytes && access(partial.c_str(), F_OK) != 0);
+
+  write_file(partial, "of another");
+  const int other = open(partial.c_str(), O_RDWR);
+  EXPECT(flock(other, LOCK_EX | LOCK_NB) == 0);
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "being saved there", saved.session.save(saved.path));
+  EXPECT(read_file(partial) == "of another");
+  close(other);
+  saved.session.save(saved.path);
+  EXPECT(read_file(saved.path) == saved.bytes);
+}
+
+TEST(writers, "however many save to one path, it always holds the whole snapshot of one of them") {
+  Saved saved;
+  std::atomic<int> running{3}, whole{0}, saves{0}, failures{0};
+  std::vector<std::thread> threads;
+  for (int32_t i = 0; i < 3; ++i) {
+    threads.emplace_back([&, i] {
+      Session session(saved.model, {300, 64});
+      session.fill(100 + i, static_cast<uint64_t>(i));
+      for (int n = 0; n < 60; ++n) {
+        try {
+          session.save(saved.path);
+          ++saves;
+        } catch (const Error& error) {
+          if (!std::strstr(error.what(), "being saved there")) ++failures;
+        }
+      }
+      --running;
+    });
+  }
+  while (running > 0) {
+    try {
+      saved.target.restore(saved.path);
+      ++whole;
+    } catch (const Error&) {
+      ++failures;
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT(whole > 0 && saves > 0 && failures == 0);
+  EXPECT(access((saved.path + ".partial").c_str(), F_OK) != 0);
+}
