@@ -1,25 +1,21 @@
 // The C ABI over Session and the engines: checks pointers, catches everything, keeps the last error.
-#include <algorithm>
-#include <cstring>
-#include <exception>
 #include <memory>
 #include <mutex>
-#include <new>
-#include <stdexcept>
 #include <string>
 
+#include "binding.h"
 #include "core/attention.h"
-#include "core/error.h"
 #include "core/memory.h"
 #include "core/session.h"
 #include "edge_qkv.h"
 #include "engines/engine.h"
-#include "message.h"
+#include "plan_api.h"
 
 using namespace edge_qkv;
 
 struct eqkv_model {
   std::shared_ptr<const EngineModel> engine;  // shared with the sessions, whatever is closed first
+  Plan plan;  // its context and chunk are the most that a session may have
 };
 
 struct eqkv_session {
@@ -28,72 +24,6 @@ struct eqkv_session {
 };
 
 namespace {
-
-// Plain memory: it needs no destructor, so a thread may end after the library was closed.
-thread_local char last_error[1024] = "";
-
-eqkv_status keep(eqkv_status status, const char* sentence) noexcept {
-  copy_message(sentence, last_error, sizeof last_error);
-  return status;
-}
-
-template <class Function>
-eqkv_status guarded(Function function) noexcept {
-  try {
-    function();
-    return EQKV_OK;
-  } catch (const Error& error) {
-    return keep(error.status(), error.what());
-  } catch (const std::bad_alloc&) {
-    return keep(EQKV_OUT_OF_MEMORY, "There is not enough memory.");
-  } catch (const std::length_error&) {
-    return keep(EQKV_OUT_OF_MEMORY, "There is not enough memory.");
-  } catch (const std::exception& error) {
-    return keep(EQKV_ENGINE_FAILED, error.what());
-  } catch (...) {
-    return keep(EQKV_ENGINE_FAILED, "An unknown error occurred.");
-  }
-}
-
-template <class Pointer>
-void require(Pointer pointer, const char* name) {
-  if (!pointer) throw Error(EQKV_INVALID_ARGUMENT, std::string("The argument ") + name + " is null.");
-}
-
-// A struct_size beyond this is no newer version but an uninitialised struct.
-constexpr size_t kMostStructBytes = 4096;
-
-template <class Struct>
-size_t struct_size(const Struct* given) {
-  const size_t size = given->struct_size;
-  if (size < sizeof size || size > kMostStructBytes) {
-    throw Error(EQKV_INVALID_ARGUMENT, "struct_size is not set; set it to sizeof the struct.");
-  }
-  return size;
-}
-
-// Options of a caller that may be older (fields it does not know keep `defaults`) or newer (fields that
-// we do not know must be zero: an option is refused rather than ignored).
-template <class Struct>
-Struct read_options(const Struct* given, Struct defaults) {
-  const size_t size = struct_size(given);
-  const auto* bytes = reinterpret_cast<const unsigned char*>(given);
-  if (std::any_of(bytes + std::min(size, sizeof defaults), bytes + size,
-                  [](unsigned char b) { return b; })) {
-    throw Error(EQKV_INVALID_ARGUMENT, "The caller sets an option that this version of edge-qkv lacks.");
-  }
-  std::memcpy(&defaults, given, std::min(size, sizeof defaults));
-  return defaults;
-}
-
-// As much of `info` as the caller knows, and zeros where it knows more.
-template <class Struct>
-void write_info(Struct* out, Struct info) {
-  const size_t size = struct_size(out);
-  info.struct_size = size;
-  std::memset(reinterpret_cast<void*>(out), 0, size);
-  std::memcpy(reinterpret_cast<void*>(out), &info, std::min(size, sizeof info));
-}
 
 // Runs function(session) while no other thread is in it.
 template <class Handle, class Function>
@@ -135,8 +65,8 @@ eqkv_status eqkv_model_open(const char* path, const eqkv_model_options* options,
     if (const char* forced = isa_error()) throw Error(EQKV_INVALID_ARGUMENT, forced);
     eqkv_model_options read = {};
     if (options) read = read_options(options, read);
-    const EngineOptions engine{read.engine_library ? read.engine_library : "", read.threads};
-    *model = new eqkv_model{open_model(path, engine)};
+    const Plan plan = plan_to_open(path, read);
+    *model = new eqkv_model{open_model(path, engine_options(read)), plan};
   });
 }
 
@@ -147,8 +77,21 @@ eqkv_status eqkv_model_get_info(const eqkv_model* model, eqkv_model_info* info) 
     require(model, "model");
     require(info, "info");
     const ModelInfo& m = model->engine->info();
-    write_info(info, {0, m.engine, facts(m.cache.type).name, m.vocab_size, m.cache.layers,
-                      m.cache.kv_heads, m.cache.head_dim, m.max_positions, m.cache.token_bytes()});
+    eqkv_model_info all = {0,
+                           m.engine,
+                           facts(m.cache.type).name,
+                           m.vocab_size,
+                           m.cache.layers,
+                           m.cache.kv_heads,
+                           m.cache.head_dim,
+                           m.max_positions,
+                           m.cache.token_bytes(),
+                           m.packed,
+                           model->plan.context,
+                           {}};
+    std::memcpy(all.fingerprint, m.fingerprint.data(),
+                std::min(m.fingerprint.size(), sizeof all.fingerprint - 1));
+    write_info(info, all);
   });
 }
 

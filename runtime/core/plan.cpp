@@ -28,8 +28,9 @@ void check(const std::vector<Bound>& bounds) {
 // Bounds far above any model that exists; no sum below overflows within them, but for the cache.
 void check_model(const PlanModel& m) {
   constexpr int64_t kMostBytes = int64_t{1} << 50;
-  constexpr uint64_t kMostSigned = std::numeric_limits<int64_t>::max();
-  const auto bytes = [](uint64_t n) { return static_cast<int64_t>(std::min(n, kMostSigned)); };
+  const auto bytes = [](uint64_t n) {
+    return static_cast<int64_t>(std::min<uint64_t>(n, std::numeric_limits<int64_t>::max()));
+  };
   check({{"layers", m.cache.layers, 1, 1 << 12},
          {"caches", m.cache.caches, 1, 2},
          {"kv_heads", m.cache.kv_heads, 1, 1 << 12},
@@ -45,6 +46,10 @@ void check_model(const PlanModel& m) {
          {"table_bytes", bytes(m.table_bytes), 0, kMostBytes},
          {"weight_bits", m.weight_bits, 4, 32},
          {"block_size", m.block_size, m.weight_bits == 32 ? 0 : 1, 1 << 12}});
+  if (m.heads % m.cache.kv_heads != 0) {
+    throw Error(EQKV_INVALID_ARGUMENT, "The plan's kv_heads (" + std::to_string(m.cache.kv_heads) +
+                                           ") must divide its heads (" + std::to_string(m.heads) + ").");
+  }
 }
 
 PlanOptions checked(const PlanModel& model, PlanOptions options) {
@@ -92,8 +97,8 @@ Plan plan_for(const PlanModel& model, const PlanOptions& options, int64_t contex
   plan.weights_file = costs.weights_file;
   plan.weights_anonymous = costs.weights_anonymous;
   plan.cache = cache_bytes(model.cache, context);
-  // The session keeps two rows of logits, those of the last token and those that are being computed, and its
-  // tokens.
+  // The session keeps two rows of logits, those of the last token and those that are being computed, and
+  // its tokens.
   plan.workspace = costs.workspace + 2 * sizeof(float) * static_cast<uint64_t>(model.vocab_size) +
                    sizeof(int32_t) * static_cast<uint64_t>(context) +
                    std::max(attention_bytes(model, context, exact.prefill_chunk, exact.threads),
@@ -104,8 +109,8 @@ Plan plan_for(const PlanModel& model, const PlanOptions& options, int64_t contex
   return plan;
 }
 
-// The longest context whose total is at most `memory`; 0 where not even one token fits. A total never falls
-// as the context grows.
+// The longest context whose total is at most `memory`; 0 where not even one token fits. A total never
+// falls as the context grows.
 int64_t longest_context(const PlanModel& model, const PlanOptions& options, const PlanEngine& engine,
                         uint64_t memory) {
   int64_t fits = 0, beyond = model.max_positions + 1;
@@ -128,8 +133,8 @@ std::string over_budget(const PlanModel& model, const PlanOptions& options, cons
   const auto tokens = [](int64_t n) { return std::to_string(n) + (n == 1 ? " token" : " tokens"); };
   std::string message = "A context of " + tokens(plan.context) + " needs " + megabytes(plan.total()) +
                         " of memory and " + std::to_string(allowed / 100'000 / 10) + "." +
-                        std::to_string(allowed / 100'000 % 10) + " MB are allowed: " +
-                        megabytes(plan.total() - allowed) + " short.";
+                        std::to_string(allowed / 100'000 % 10) +
+                        " MB are allowed: " + megabytes(plan.total() - allowed) + " short.";
   std::vector<std::string> changes;
   const auto consider = [&](const std::string& what, const PlanModel& m, const PlanOptions& o) {
     const uint64_t total = plan_for(m, o, plan.context, engine).total();

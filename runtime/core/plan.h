@@ -1,7 +1,7 @@
 // How much memory a model and one session of it will take, from numbers alone.
 //
-// Everything that is budgeted is computed here, before a weight is read. What only an engine can know comes
-// in as EngineCosts.
+// Everything that is budgeted is computed here, before a weight is read. What only an engine can know
+// comes in as EngineCosts.
 #pragma once
 
 #include <cstdint>
@@ -68,11 +68,13 @@ struct Plan {
     return weights_file + weights_anonymous + cache + workspace + engine_file + engine_anonymous;
   }
   uint64_t total() const { return expected() + margin; }
-  uint64_t anonymous() const { return weights_anonymous + cache + workspace + engine_anonymous + margin; }
+  uint64_t anonymous() const {
+    return weights_anonymous + cache + workspace + engine_anonymous + margin;
+  }
 };
 
-// Throws Error with EQKV_INVALID_ARGUMENT for numbers that no model or request has. A plan that the budget
-// does not hold is returned, with `over_budget` set; for context 0 it is then that of one token.
+// Throws Error with EQKV_INVALID_ARGUMENT for numbers that no model or request has. A plan that the
+// budget does not hold is returned, with `over_budget` set; for context 0 it is then that of one token.
 Plan plan_memory(const PlanModel& model, const PlanOptions& options, const PlanEngine& engine);
 
 }  // namespace edge_qkv

@@ -8,6 +8,7 @@
 
 #include "cache.h"
 #include "engines/engine.h"
+#include "plan.h"
 #include "sampler.h"
 
 namespace edge_qkv {
@@ -21,8 +22,6 @@ struct SessionOptions {
 // the session as it was, but for `evaluate`, which keeps the chunks that it finished.
 class Session {
  public:
-  static constexpr int64_t kPrefillChunk = 128;
-
   Session(std::shared_ptr<const EngineModel> model, const SessionOptions& options);
 
   // Appends tokens; logits [count, vocab_size] of all of them, or null.

@@ -225,8 +225,8 @@ ModelDescription describe_onnx(const std::string& path) {
 
 GraphNames graph_names(const ModelInfo& info) {
   GraphNames names{{"input_ids", "past", "logit_rows"}, {"logits"}};
-  std::vector<std::string> kinds = info.cache.caches == 1 ? std::vector<std::string>{"kv"}
-                                                          : std::vector<std::string>{"key", "value"};
+  std::vector<std::string> kinds =
+      info.cache.caches == 1 ? std::vector<std::string>{"kv"} : std::vector<std::string>{"key", "value"};
   if (info.cache.holds_scales(info.cache.caches)) {
     for (int64_t i = 0; i < info.cache.caches; ++i) {
       kinds.push_back(kinds[static_cast<size_t>(i)] + "_scale");

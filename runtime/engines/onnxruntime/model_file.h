@@ -36,8 +36,8 @@ GraphNames graph_names(const ModelInfo& info);
 // Reads and checks the metadata of the file at `path`. Throws Error with EQKV_BAD_PACKAGE.
 ModelDescription describe_onnx(const std::string& path);
 
-// Checks the inputs and outputs of a loaded graph against `info`. Throws Error with EQKV_BAD_PACKAGE; `path`
-// is for the message.
+// Checks the inputs and outputs of a loaded graph against `info`. Throws Error with EQKV_BAD_PACKAGE;
+// `path` is for the message.
 void check_graph(const Library& library, OrtSession* session, const ModelInfo& info,
                  const std::string& path);
 

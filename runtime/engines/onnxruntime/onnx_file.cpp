@@ -31,7 +31,8 @@ class Walker {
   Walker(const std::string& path, FILE* file, uint64_t bytes) : path_(path), file_(file), end_(bytes) {}
 
   [[noreturn]] void refuse(const char* why) const {
-    throw Error(EQKV_BAD_PACKAGE, path_ + ": is not a whole ONNX file (" + why + "); export the model again.");
+    throw Error(EQKV_BAD_PACKAGE,
+                path_ + ": is not a whole ONNX file (" + why + "); export the model again.");
   }
 
   bool more() const { return at_ < end_; }
@@ -42,14 +43,21 @@ class Walker {
     if (tag >> 3 == 0 || tag >> 32 != 0) refuse("a field has no valid number");
     *length = 0;
     switch (static_cast<int>(tag & 7)) {
-      case kVarint: varint(); break;
-      case kFixed64: skip(8); break;
-      case kFixed32: skip(4); break;
+      case kVarint:
+        varint();
+        break;
+      case kFixed64:
+        skip(8);
+        break;
+      case kFixed32:
+        skip(4);
+        break;
       case kBytes:
         *length = varint();
         if (*length > end_ - at_) refuse("a field reaches beyond its end");
         break;
-      default: refuse("a field has no valid type");
+      default:
+        refuse("a field has no valid type");
     }
     return tag >> 3;
   }
