@@ -11,7 +11,7 @@ from ctypes import POINTER, c_char, c_char_p, c_float, c_int, c_int32, c_int64, 
 from pathlib import Path
 
 import edge_qkv
-from edge_qkv.errors import Cancelled, ContextFull, EdgeQKVError, InputError
+from edge_qkv.errors import Cancelled, ContextFull, EdgeQKVError, InputError, OverBudget
 
 _ABI_VERSION = 2
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
@@ -25,8 +25,8 @@ _ERRORS = {
     5: ContextFull,
     6: Cancelled,
     7: EdgeQKVError,
-    8: InputError,  # over budget
-    9: InputError,  # bad snapshot
+    8: OverBudget,
+    9: InputError,  # a bad snapshot
 }
 
 
@@ -44,6 +44,59 @@ class MemoryInfo(_Struct):
         ("anonymous", c_uint64),
         ("file_backed", c_uint64),
         ("peak_resident", c_uint64),
+    ]
+
+
+class PlanModel(_Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("layers", c_int64),
+        ("caches", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("heads", c_int64),
+        ("width", c_int64),
+        ("mlp_width", c_int64),
+        ("mlp_matrices", c_int64),
+        ("vocab_size", c_int64),
+        ("max_positions", c_int64),
+        ("weight_bytes", c_uint64),
+        ("matrix_bytes", c_uint64),
+        ("table_bytes", c_uint64),
+        ("weight_bits", c_int32),
+        ("block_size", c_int32),
+    ]
+
+
+class PlanOptions(_Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("memory", c_uint64),
+        ("context", c_int64),
+        ("prefill_chunk", c_int64),
+        ("threads", c_int32),
+        ("cache_type", c_char_p),
+        ("packed", c_int32),
+    ]
+
+
+class PlanInfo(_Struct):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("context", c_int64),
+        ("prefill_chunk", c_int64),
+        ("threads", c_int32),
+        ("cache_type", c_char_p),
+        ("weights_file", c_uint64),
+        ("weights_anonymous", c_uint64),
+        ("cache", c_uint64),
+        ("workspace", c_uint64),
+        ("engine_file", c_uint64),
+        ("engine_anonymous", c_uint64),
+        ("expected", c_uint64),
+        ("margin", c_uint64),
+        ("total", c_uint64),
+        ("anonymous", c_uint64),
     ]
 
 
@@ -117,6 +170,9 @@ class SessionInfo(_Struct):
 # name -> argument types, for the functions that return an eqkv_status.
 _FUNCTIONS = {
     "eqkv_memory": [POINTER(MemoryInfo)],
+    "eqkv_plan": [POINTER(PlanModel), POINTER(PlanOptions), POINTER(PlanInfo)],
+    "eqkv_plan_package": [c_char_p, POINTER(PlanOptions), POINTER(PlanInfo), POINTER(PlanModel)],
+    "eqkv_model_pack": [c_char_p, POINTER(ModelOptions)],
     "eqkv_model_open": [c_char_p, POINTER(ModelOptions), POINTER(c_void_p)],
     "eqkv_model_get_info": [c_void_p, POINTER(ModelInfo)],
     "eqkv_model_trim": [c_void_p, c_int],

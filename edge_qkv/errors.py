@@ -13,6 +13,10 @@ class ContextFull(EdgeQKVError):
     """The tokens do not fit into the session's context."""
 
 
+class OverBudget(InputError):
+    """The memory budget does not hold what was asked for; the message says what would fit."""
+
+
 class Cancelled(EdgeQKVError):
     """The session was cancelled from another thread."""
 

@@ -79,7 +79,14 @@ def export_onnx(
         _check_space(directory, data.bytes)
         progress("Tracing the graph", 0, 0)
         model = onnx_graph.build(decoder, cache)
-        onnx_graph.finish(model, config, cache, _version())
+        matrix_bytes, table_bytes = onnx_weights.stored_bytes(decoder)
+        stored = {
+            "weight_bits": recipe.bits or 32,
+            "block_size": recipe.block_size if recipe.bits else 0,
+            "matrix_bytes": matrix_bytes,
+            "table_bytes": table_bytes,
+        }
+        onnx_graph.finish(model, config, cache, _version(), stored)
         _write_data(checkpoint, storage, data, directory / DATA, progress)
         onnx_graph.fill(model, lambda name: data.tensor(name, directory / DATA))
         model.metadata_props["edge_qkv.fingerprint"] = _fingerprint(model, directory / DATA)

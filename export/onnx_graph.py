@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
 import torch
@@ -135,15 +135,20 @@ def fill(model: ir.Model, tensor_of: Callable[[str], ir.TensorProtocol]) -> None
             value.const_value = tensor_of(name)
 
 
-def finish(model: ir.Model, config: ModelConfig, cache: str, producer_version: str) -> None:
-    """Adds the operator's function, and the metadata from which the runtime plans without any other file."""
+def finish(
+    model: ir.Model, config: ModelConfig, cache: str, producer_version: str, stored: Mapping[str, int]
+) -> None:
+    """Adds the operator's function, and the metadata from which the runtime plans without any other file.
+
+    stored: how the weights are stored (`weight_bits`, `block_size`, `matrix_bytes`, `table_bytes`).
+    """
     function = ir.serde.deserialize_function(onnx_function.attention_function(config, cache))
     model.functions[function.identifier()] = function
     model.opset_imports[onnx_function.DOMAIN] = onnx_function.VERSION
     model.producer_name, model.producer_version = "edge-qkv", producer_version
     model.ir_version = 10  # the one of opset 21
     model.metadata_props.clear()
-    model.metadata_props.update(metadata(config, cache))
+    model.metadata_props.update(metadata(config, cache) | {f"edge_qkv.{name}": str(n) for name, n in stored.items()})
 
 
 def metadata(config: ModelConfig, cache: str) -> dict[str, str]:

@@ -19,6 +19,9 @@ from edge_qkv.model import Decoder, RMSNorm
 
 ALIGNMENT = 4096  # a page: every tensor can be mapped by itself
 INLINE_BELOW = 1024  # bytes; smaller tensors stay in the graph
+# Rows of a quantised head that one operator takes. An engine that repacks a matrix holds it twice while it does so:
+# with the head of a large vocabulary in one piece, that moment would be the peak of memory.
+HEAD_ROWS = 8192
 
 Pieces = dict[str, Tensor]  # name in the file -> data
 
@@ -39,12 +42,12 @@ class Storage:
     """From the tensors of a checkpoint to the parameters of the prepared decoder."""
 
     convert: dict[str, Callable[[Tensor], Pieces]] = field(default_factory=dict)  # by decoder weight name
-    # Parameter -> the piece that holds it, where the names differ: two parameters of one tied weight have
-    # different shapes (an operator each), but their bytes are the same and are stored once.
-    alias: dict[str, str] = field(default_factory=dict)
+    # Parameter -> the piece that holds it and where in it, in bytes, where it is not a piece of its own: two
+    # parameters of one tied weight have different shapes (an operator each), but their bytes are stored once.
+    alias: dict[str, tuple[str, int]] = field(default_factory=dict)
 
-    def piece_of(self, parameter: str) -> str:
-        return self.alias.get(parameter, parameter)
+    def place_of(self, parameter: str) -> tuple[str, int]:
+        return self.alias.get(parameter, (parameter, 0))
 
     def store_blocked(self, weight: str, name: str, bits: int, block_size: int) -> None:
         def convert(tensor: Tensor) -> Pieces:
@@ -88,13 +91,12 @@ class FloatHead(nn.Module):
 class BlockedLinear(nn.Module):
     """x [..., K] times a weight [N, K] in blocks of 4 or 8 bits."""
 
-    def __init__(self, linear: nn.Linear, bits: int, recipe: Recipe) -> None:
+    def __init__(self, inputs: int, outputs: int, bits: int, recipe: Recipe, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.inputs, self.outputs, self.bits, self.recipe = linear.in_features, linear.out_features, bits, recipe
-        blocks = blocks_of(self.inputs, recipe.block_size)
-        self.packed = _placeholder((self.outputs, blocks, recipe.block_size * bits // 8), torch.uint8)
-        self.scales = _placeholder((self.outputs, blocks))
-        self.bias = linear.bias
+        self.inputs, self.outputs, self.bits, self.recipe, self.bias = inputs, outputs, bits, recipe, bias
+        blocks = blocks_of(inputs, recipe.block_size)
+        self.packed = _placeholder((outputs, blocks, recipe.block_size * bits // 8), torch.uint8)
+        self.scales = _placeholder((outputs, blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         options = {
@@ -113,6 +115,30 @@ class BlockedLinear(nn.Module):
             version=1,
         )
         return x if self.bias is None else x + self.bias
+
+
+class BlockedHead(nn.Module):
+    """x [1, R, K] times a weight [V, K] in blocks, `HEAD_ROWS` of its rows at a time."""
+
+    def __init__(self, head: nn.Linear, recipe: Recipe) -> None:
+        super().__init__()
+        sizes = [min(HEAD_ROWS, head.out_features - row) for row in range(0, head.out_features, HEAD_ROWS)]
+        self.parts = nn.ModuleList(
+            BlockedLinear(head.in_features, size, recipe.head_bits, recipe, None) for size in sizes
+        )
+
+    def places(self, name: str) -> dict[str, tuple[str, int]]:
+        """Parameter of this module, as `head` of the decoder -> where it is in the pieces of the matrix `name`."""
+        found, offsets = {}, {"packed": 0, "scales": 0}
+        for i, part in enumerate(self.parts):
+            for kind, tensor in part.named_parameters():
+                found[f"head.parts.{i}.{kind}"] = f"{name}.{kind}", offsets[kind]
+                offsets[kind] += _nbytes(tensor)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = [part(x) for part in self.parts]
+        return logits[0] if len(logits) == 1 else torch.cat(logits, dim=-1)  # [1, R, V]
 
 
 class BlockedTable(nn.Module):
@@ -175,6 +201,20 @@ def prepare(config: ModelConfig, attend: Callable, recipe: Recipe) -> tuple[Deco
     return decoder, storage
 
 
+def stored_bytes(decoder: Decoder) -> tuple[int, int]:
+    """Bytes of the matrices that an engine multiplies by and may keep in a form of its own, and of all else: tables
+    that are read a row at a time. The weight of a tied head is both."""
+    matrices, tables = 0, 0
+    for module in decoder.modules():
+        multiplied = isinstance(module, (BlockedLinear, FloatLinear, FloatHead))
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if multiplied and name != "bias":
+                matrices += _nbytes(tensor)
+            else:
+                tables += _nbytes(tensor)
+    return matrices, tables
+
+
 def _replace_ends(decoder: Decoder, recipe: Recipe, storage: Storage) -> None:
     """The embedding and the head; tied, they share their stored bytes."""
     tied = decoder.config.tied_head
@@ -186,11 +226,9 @@ def _replace_ends(decoder: Decoder, recipe: Recipe, storage: Storage) -> None:
     if not recipe.head_bits:
         decoder.head = FloatHead(head.weight)
         return
-    decoder.head = BlockedLinear(head, recipe.head_bits, recipe)
-    if tied:
-        storage.alias |= {"head.packed": "embedding.packed", "head.scales": "embedding.scales"}
-        decoder.head.scales = decoder.embedding.scales
-    else:
+    decoder.head = BlockedHead(head, recipe)
+    storage.alias |= decoder.head.places("embedding" if tied else "head")
+    if not tied:
         storage.store_blocked("head.weight", "head", recipe.head_bits, recipe.block_size)
 
 
@@ -202,7 +240,7 @@ def _linear(name: str, linear: nn.Linear, recipe: Recipe, storage: Storage) -> n
     weight = f"{name}.weight"
     if recipe.bits:
         storage.store_blocked(weight, name, recipe.bits, recipe.block_size)
-        return BlockedLinear(linear, recipe.bits, recipe)
+        return BlockedLinear(linear.in_features, linear.out_features, recipe.bits, recipe, linear.bias)
     storage.convert[weight] = lambda tensor: {weight: tensor.to(torch.float32).t().contiguous()}
     return FloatLinear(linear)
 
@@ -225,15 +263,18 @@ class DataFile:
         self._offset: dict[str, int] = {}
         self._small: dict[str, Tensor] = {}
         self.bytes = 0
+        sizes: dict[str, int] = {}
         for name, parameter in parameters.items():
-            piece, size = storage.piece_of(name), _nbytes(parameter)
-            if piece not in self._offset and size >= INLINE_BELOW:
+            piece, offset = storage.place_of(name)
+            sizes[piece] = max(sizes.get(piece, 0), offset + _nbytes(parameter))
+        for piece, size in sizes.items():
+            if size >= INLINE_BELOW:
                 self._offset[piece] = self.bytes
                 self.bytes += -(-size // ALIGNMENT) * ALIGNMENT
 
     def write(self, path: Path, sources: Mapping[str, Callable[[], Pieces]], done: Callable[[str], None]) -> None:
         """Makes and writes the pieces of one source after the other; `done(source)` follows each."""
-        missing = {self._storage.piece_of(name) for name in self._parameters}
+        missing = {self._storage.place_of(name)[0] for name in self._parameters}
         with path.open("wb") as file:
             file.truncate(self.bytes)
             for source, make in sources.items():
@@ -249,12 +290,13 @@ class DataFile:
 
     def tensor(self, name: str, path: Path) -> ir.TensorProtocol:
         """The ONNX tensor of a parameter, after `write`: a reference into the file, or the small tensor itself."""
-        parameter, piece = self._parameters[name], self._storage.piece_of(name)
+        parameter = self._parameters[name]
+        piece, offset = self._storage.place_of(name)
         if piece in self._small:
             return ir.tensor(self._small[piece].numpy().reshape(parameter.shape), name=name)
         return ir.ExternalTensor(
             path.name,
-            self._offset[piece],
+            self._offset[piece] + offset,
             _nbytes(parameter),
             _DTYPES[parameter.dtype][0],
             shape=ir.Shape(parameter.shape),

@@ -1,25 +1,20 @@
-// The C ABI over Session and the engines: checks pointers, catches everything, keeps the last error.
-#include <algorithm>
+// The C ABI over models and sessions: checks pointers, catches everything, keeps the last error.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <exception>
 #include <memory>
 #include <mutex>
-#include <new>
-#include <stdexcept>
 #include <string>
 
+#include "binding.h"
 #include "core/attention.h"
-#include "core/error.h"
 #include "core/memory.h"
 #include "core/pressure.h"
 #include "core/session.h"
 #include "core/session_pool.h"
 #include "edge_qkv.h"
 #include "engines/engine.h"
-#include "message.h"
+#include "plan_api.h"
 
 using namespace edge_qkv;
 
@@ -27,8 +22,8 @@ struct eqkv_model {
   // Shared with the sessions, whatever is closed first.
   std::shared_ptr<const EngineModel> engine;
   std::shared_ptr<SessionPool> pool;
-  int64_t context = 0;        // the most that a session may have
-  int64_t prefill_chunk = 0;  // with a budget, the largest that a session may have; 0: any
+  Plan plan;  // its context and, with a budget, its chunk are the most that a session may have
+  bool has_budget = false;
   std::unique_ptr<PressureWatch> watch;
 };
 
@@ -45,72 +40,6 @@ struct eqkv_session {
 };
 
 namespace {
-
-// Plain memory: it needs no destructor, so a thread may end after the library was closed.
-thread_local char last_error[1024] = "";
-
-eqkv_status keep(eqkv_status status, const char* sentence) noexcept {
-  copy_message(sentence, last_error, sizeof last_error);
-  return status;
-}
-
-template <class Function>
-eqkv_status guarded(Function function) noexcept {
-  try {
-    function();
-    return EQKV_OK;
-  } catch (const Error& error) {
-    return keep(error.status(), error.what());
-  } catch (const std::bad_alloc&) {
-    return keep(EQKV_OUT_OF_MEMORY, "There is not enough memory.");
-  } catch (const std::length_error&) {
-    return keep(EQKV_OUT_OF_MEMORY, "There is not enough memory.");
-  } catch (const std::exception& error) {
-    return keep(EQKV_ENGINE_FAILED, error.what());
-  } catch (...) {
-    return keep(EQKV_ENGINE_FAILED, "An unknown error occurred.");
-  }
-}
-
-template <class Pointer>
-void require(Pointer pointer, const char* name) {
-  if (!pointer) throw Error(EQKV_INVALID_ARGUMENT, std::string("The argument ") + name + " is null.");
-}
-
-// A struct_size beyond this is no newer version but an uninitialised struct.
-constexpr size_t kMostStructBytes = 4096;
-
-template <class Struct>
-size_t struct_size(const Struct* given) {
-  const size_t size = given->struct_size;
-  if (size < sizeof size || size > kMostStructBytes) {
-    throw Error(EQKV_INVALID_ARGUMENT, "struct_size is not set; set it to sizeof the struct.");
-  }
-  return size;
-}
-
-// Options of a caller that may be older (fields it does not know keep `defaults`) or newer (fields that
-// we do not know must be zero: an option is refused rather than ignored).
-template <class Struct>
-Struct read_options(const Struct* given, Struct defaults) {
-  const size_t size = struct_size(given);
-  const auto* bytes = reinterpret_cast<const unsigned char*>(given);
-  if (std::any_of(bytes + std::min(size, sizeof defaults), bytes + size,
-                  [](unsigned char b) { return b; })) {
-    throw Error(EQKV_INVALID_ARGUMENT, "The caller sets an option that this version of edge-qkv lacks.");
-  }
-  std::memcpy(&defaults, given, std::min(size, sizeof defaults));
-  return defaults;
-}
-
-// As much of `info` as the caller knows, and zeros where it knows more.
-template <class Struct>
-void write_info(Struct* out, Struct info) {
-  const size_t size = struct_size(out);
-  info.struct_size = size;
-  std::memset(reinterpret_cast<void*>(out), 0, size);
-  std::memcpy(reinterpret_cast<void*>(out), &info, std::min(size, sizeof info));
-}
 
 // Runs function(session) while no other thread of the caller is in it.
 template <class Handle, class Function>
@@ -151,20 +80,21 @@ std::string spill_directory(const char* given) {
 
 SessionOptions session_options(const eqkv_model& model, const eqkv_session_options& read) {
   SessionOptions options;
-  options.context = read.context == 0 ? model.context : read.context;
+  const Plan& plan = model.plan;
+  options.context = read.context == 0 ? plan.context : read.context;
   options.prefill_chunk = read.prefill_chunk;
   options.overflow = {static_cast<eqkv_overflow>(read.overflow), read.sinks, read.window, read.block};
-  if (model.context < options.context && options.context <= model.engine->info().max_positions) {
+  if (model.has_budget && options.context > plan.context) {
     throw Error(EQKV_OVER_BUDGET, "A context of " + std::to_string(options.context) +
                                       " tokens is more than the model's memory budget was planned for, " +
-                                      std::to_string(model.context) + ".");
+                                      std::to_string(plan.context) + ".");
   }
-  const int64_t chunk = options.prefill_chunk == 0 ? Session::kPrefillChunk : options.prefill_chunk;
-  if (model.prefill_chunk > 0 && chunk > model.prefill_chunk) {
+  const int64_t chunk = options.prefill_chunk == 0 ? kPrefillChunk : options.prefill_chunk;
+  if (model.has_budget && std::min(chunk, options.context) > plan.prefill_chunk) {
     throw Error(EQKV_OVER_BUDGET,
                 "A prefill chunk of " + std::to_string(chunk) +
                     " tokens is more than the model's memory budget was planned for, " +
-                    std::to_string(model.prefill_chunk) + ".");
+                    std::to_string(plan.prefill_chunk) + ".");
   }
   return options;
 }
@@ -195,11 +125,12 @@ eqkv_status eqkv_model_open(const char* path, const eqkv_model_options* options,
     if (const char* forced = isa_error()) throw Error(EQKV_INVALID_ARGUMENT, forced);
     eqkv_model_options read = {};
     if (options) read = read_options(options, read);
-    const EngineOptions engine{read.engine_library ? read.engine_library : "", read.threads};
     auto opened = std::make_unique<eqkv_model>();
-    opened->engine = open_model(path, engine);
-    opened->context = opened->engine->info().max_positions;
-    opened->pool = std::make_shared<SessionPool>(opened->engine, spill_directory(read.spill), 0);
+    opened->plan = plan_to_open(path, read);
+    opened->has_budget = read.memory > 0;
+    opened->engine = open_model(path, engine_options(read));
+    opened->pool = std::make_shared<SessionPool>(opened->engine, spill_directory(read.spill),
+                                                 opened->has_budget ? opened->plan.cache : 0);
     *model = opened.release();
   });
 }
@@ -256,7 +187,7 @@ eqkv_status eqkv_model_get_info(const eqkv_model* model, eqkv_model_info* info) 
     const ModelInfo& m = model->engine->info();
     eqkv_model_info all = {0, m.engine, facts(m.cache.type).name, m.vocab_size, m.cache.layers,
                            m.cache.kv_heads, m.cache.head_dim, m.max_positions, m.cache.token_bytes(),
-                           0, model->context, ""};
+                           m.packed, model->plan.context, ""};
     std::snprintf(all.fingerprint, sizeof all.fingerprint, "%s", m.fingerprint.c_str());
     write_info(info, all);
   });

@@ -28,7 +28,7 @@ int64_t checked_chunk(int64_t chunk, int64_t context) {
     throw Error(EQKV_INVALID_ARGUMENT,
                 "The prefill chunk must be 0 (the default) or more, not " + std::to_string(chunk) + ".");
   }
-  return std::min(chunk == 0 ? Session::kPrefillChunk : chunk, context);
+  return std::min(chunk == 0 ? kPrefillChunk : chunk, context);
 }
 
 SessionOptions checked(SessionOptions options, const ModelInfo& model) {

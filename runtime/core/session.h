@@ -10,6 +10,7 @@
 #include "cache.h"
 #include "engines/engine.h"
 #include "overflow.h"
+#include "plan.h"
 #include "sampler.h"
 
 namespace edge_qkv {
@@ -17,15 +18,13 @@ namespace edge_qkv {
 struct SessionOptions {
   int64_t context = 0;        // capacity in tokens
   int64_t prefill_chunk = 0;  // tokens evaluated at once; 0: kPrefillChunk
-  OverflowOptions overflow;
+  OverflowOptions overflow = {};
 };
 
 // Used by one thread at a time, except for `cancel`. Everything that can fail throws Error and leaves
 // the session as it was, but for `evaluate`, which keeps the chunks that it finished.
 class Session {
  public:
-  static constexpr int64_t kPrefillChunk = 128;
-
   Session(std::shared_ptr<const EngineModel> model, const SessionOptions& options);
 
   // Appends tokens; logits [count, vocab_size] of all of them, or null. Tokens that do not fit are

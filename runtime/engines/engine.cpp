@@ -9,7 +9,9 @@
 #include <thread>
 
 #include "core/error.h"
+#include "onnxruntime/costs.h"
 #include "onnxruntime/engine.h"
+#include "onnxruntime/model_file.h"
 
 namespace edge_qkv {
 namespace {
@@ -39,17 +41,31 @@ std::string find_model_file(const std::string& path) {
 
 }  // namespace
 
-std::unique_ptr<EngineModel> open_model(const std::string& path, const EngineOptions& options) {
-  EngineOptions resolved = options;
-  if (options.threads < 0 || options.threads > kMostThreads) {
+int resolved_threads(int threads) {
+  if (threads < 0 || threads > kMostThreads) {
     throw Error(EQKV_INVALID_ARGUMENT, "The number of threads must be from 0 (one for each core) to " +
                                            std::to_string(kMostThreads) + ".");
   }
-  if (options.threads == 0) {
-    resolved.threads =
-        std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kMostThreads);
-  }
+  if (threads > 0) return threads;
+  return std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kMostThreads);
+}
+
+ModelDescription describe_model(const std::string& path) {
+  return ort::describe_onnx(find_model_file(path));
+}
+
+const PlanEngine& plan_engine() { return ort::kPlanEngine; }
+
+std::unique_ptr<EngineModel> open_model(const std::string& path, const EngineOptions& options) {
+  EngineOptions resolved = options;
+  resolved.threads = resolved_threads(options.threads);
   return ort::open_onnx(find_model_file(path), resolved);
+}
+
+void pack_model(const std::string& path, const EngineOptions& options) {
+  EngineOptions resolved = options;
+  resolved.threads = resolved_threads(options.threads);
+  ort::pack_onnx(find_model_file(path), resolved);
 }
 
 }  // namespace edge_qkv

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "core/cache.h"
+#include "core/plan.h"
 
 namespace edge_qkv {
 
@@ -28,9 +29,16 @@ struct ModelInfo {
   int64_t max_positions = 0;
   int64_t window = 0, sinks = 0;  // of the attention, see core/attention.h
   Positions positions = Positions::kNone;
-  int64_t rotary_dim = 0;     // with rotary positions
-  double rotary_base = 0;     // with rotary positions
-  std::string fingerprint;    // 64 hexadecimal digits: equal only where weights and graph are
+  int64_t rotary_dim = 0;   // with rotary positions
+  double rotary_base = 0;   // with rotary positions
+  std::string fingerprint;  // 64 hexadecimal digits: equal only where weights and graph are
+  bool packed = false;      // of a loaded model: its weights are mapped from packed files
+};
+
+// What can be known before anything large is read.
+struct ModelDescription {
+  ModelInfo info;
+  PlanModel plan;
 };
 
 class EngineState {
@@ -62,9 +70,25 @@ class EngineModel {
 struct EngineOptions {
   std::string library;  // path of the engine's shared library; empty: the system's search path
   int threads = 0;      // 0: one for each core
+  // Directory of weights in the form that the engine computes with on this processor, which `pack_model`
+  // fills; empty: none. What is missing or damaged there is as if it had not been given.
+  std::string packed_weights;
 };
+
+// The number of threads that `threads` stands for. Throws Error where it is out of range.
+int resolved_threads(int threads);
+
+// Reads the description of the package directory or model file at `path`; no engine is opened.
+ModelDescription describe_model(const std::string& path);
+
+// How the engine of the package counts its memory.
+const PlanEngine& plan_engine();
 
 // Opens the package directory or model file at `path` with the engine it was exported for.
 std::unique_ptr<EngineModel> open_model(const std::string& path, const EngineOptions& options);
+
+// Writes the packed weights of the model at `path` into options.packed_weights, unless they are there.
+// What is interrupted leaves nothing that `open_model` would take. Throws Error.
+void pack_model(const std::string& path, const EngineOptions& options);
 
 }  // namespace edge_qkv

@@ -78,8 +78,10 @@ typedef struct eqkv_plan_model {
   int64_t vocab_size;
   int64_t max_positions;
   uint64_t weight_bytes; /* of the model's files */
-  uint64_t matrix_bytes; /* of these, matrices that the engine repacks for the processor */
-  int32_t weight_bits;   /* of those matrices: 4, 8 or 32 */
+  uint64_t matrix_bytes; /* of these, matrices that are multiplied by: the engine may repack them */
+  uint64_t table_bytes;  /* of these, all else: read a row at a time. A tied head counts as both */
+  int32_t weight_bits;   /* of the matrices in the layers: 4, 8 or 32 */
+  int32_t block_size;    /* weights that share a scale; 0 with 32 bits */
 } eqkv_plan_model;
 
 typedef struct eqkv_plan_options {

@@ -17,7 +17,7 @@ namespace {
 
 struct Fixture {
   explicit Fixture(int64_t context = 100, int64_t chunk = 4)
-      : model(std::make_shared<FakeModel>()), session(model, {context, chunk, {}}) {}
+      : model(std::make_shared<FakeModel>()), session(model, {context, chunk}) {}
 
   void evaluate(const std::vector<int32_t>& tokens, float* logits = nullptr) {
     session.evaluate(tokens.data(), tokens.size(), logits);
@@ -276,7 +276,7 @@ TEST(in_between, "nothing that moves a session's rows changes what it computes")
   const auto random = [&](size_t below) { return static_cast<size_t>(scramble(++counter) % below); };
   for (const CacheLayout& layout : kLayouts) {
     const auto model = std::make_shared<FakeModel>(layout);
-    const SessionOptions options{700, 50, {}};
+    const SessionOptions options{700, 50};
     const auto open = [&] { return std::make_unique<Session>(model, options); };
     std::vector<Pair> pairs;
     pairs.push_back({open(), open()});

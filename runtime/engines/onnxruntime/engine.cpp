@@ -4,7 +4,9 @@
 
 #include "core/error.h"
 #include "core/memory.h"
+#include "costs.h"
 #include "custom_op.h"
+#include "packed.h"
 #include "state.h"
 
 namespace edge_qkv::ort {
@@ -52,19 +54,71 @@ Handle<OrtSessionOptions> session_options(const Library& library, int threads) {
   return options;
 }
 
+Handle<OrtSession> create_session(const Library& library, const std::string& path,
+                                  const OrtSessionOptions* options, eqkv_status status) {
+  const Api& api = library.api();
+  return make_handle<OrtSession>(api.ReleaseSession, [&](auto** out) {
+    check(api, api.CreateSession(library.env(), path.c_str(), options, out), status,
+          path + " cannot be loaded");
+  });
+}
+
+std::unique_ptr<EngineModel> load(const Library& library, const std::string& path, int threads,
+                                  const ModelInfo& info) {
+  const auto options = session_options(library, threads);
+  auto session = create_session(library, path, options.get(), EQKV_BAD_PACKAGE);
+  check_graph(library, session.get(), info, path);
+  release_heap();  // what loading allocated and freed is no memory of ours any more
+  return std::make_unique<Model>(LoadedGraph{library, std::move(session), info, graph_names(info)},
+                                 absolute_directory(path));
+}
+
 }  // namespace
 
 std::unique_ptr<EngineModel> open_onnx(const std::string& path, const EngineOptions& options) {
+  const ModelInfo info = describe_onnx(path).info;
+  const Library& library = Library::open(options.library);
+  if (!options.packed_weights.empty()) {
+    const std::string packed = PackedWeights(options.packed_weights, info, library.version()).find();
+    try {
+      ModelInfo of_packed = packed.empty() ? ModelInfo{} : describe_onnx(packed).info;
+      if (of_packed.fingerprint == info.fingerprint) {
+        of_packed.packed = true;
+        return load(library, packed, options.threads, of_packed);
+      }
+    } catch (const Error&) {
+      // Damaged although its sizes are right: the package itself is still there.
+    }
+  }
+  return load(library, path, options.threads, info);
+}
+
+void pack_onnx(const std::string& path, const EngineOptions& options) {
+  const ModelDescription model = describe_onnx(path);
+  if (options.packed_weights.empty()) {
+    throw Error(EQKV_INVALID_ARGUMENT, "packed_weights names no directory for the packed weights.");
+  }
   const Library& library = Library::open(options.library);
   const Api& api = library.api();
-  const auto session_opts = session_options(library, options.threads);
-  auto session = make_handle<OrtSession>(api.ReleaseSession, [&](auto** out) {
-    check(api, api.CreateSession(library.env(), path.c_str(), session_opts.get(), out), EQKV_BAD_PACKAGE,
-          path + " cannot be loaded");
+  const PackedWeights packed(options.packed_weights, model.info, library.version());
+  packed.make(packed_file_bytes(model.plan), [&](const std::string& graph) {
+    const auto opts = session_options(library, options.threads);
+    const auto set = [&](const char* key, const std::string& value) {
+      check(api, api.AddSessionConfigEntry(opts.get(), key, value.c_str()), EQKV_ENGINE_FAILED,
+            "ONNX Runtime refused an option");
+    };
+    // The weights' file is named relative to the graph.
+    set("session.optimized_model_external_initializers_file_name",
+        graph.substr(graph.rfind('/') + 1) + ".data");
+    set("session.optimized_model_external_initializers_min_size_in_bytes", "1024");
+    set("session.save_external_prepacked_constant_initializers", "1");
+    check(api, api.SetOptimizedModelFilePath(opts.get(), graph.c_str()), EQKV_ENGINE_FAILED,
+          "ONNX Runtime refused an option");
+    create_session(library, path, opts.get(), EQKV_BAD_PACKAGE);
+    // A disk that fills up goes unnoticed while it is written; what was cut off does not load.
+    const auto plain = session_options(library, options.threads);
+    create_session(library, graph, plain.get(), EQKV_ENGINE_FAILED);
   });
-  const ModelInfo info = read_model_info(library, session.get(), path);
-  return std::make_unique<Model>(LoadedGraph{library, std::move(session), info, graph_names(info)},
-                                 absolute_directory(path));
 }
 
 }  // namespace edge_qkv::ort

@@ -7,11 +7,13 @@
 #include <map>
 
 #include "core/error.h"
+#include "onnx_file.h"
 
 namespace edge_qkv::ort {
 namespace {
 
 constexpr int64_t kFormat = 2;
+constexpr int64_t kMostWeightBytes = int64_t{1} << 50;
 constexpr int64_t kAny = -1;  // a dimension that is not fixed in the graph
 
 struct TensorType {
@@ -19,16 +21,22 @@ struct TensorType {
   std::vector<int64_t> shape;
 };
 
-class GraphReader {
- public:
-  GraphReader(const Library& library, OrtSession* session, const std::string& path)
-      : api_(library.api()), session_(session), path_(path) {
-    call(api_.GetAllocatorWithDefaultOptions(&allocator_));
-  }
+[[noreturn]] void refuse(const std::string& path, const std::string& why) {
+  throw Error(EQKV_BAD_PACKAGE, path + ": " + why);
+}
 
-  [[noreturn]] void refuse(const std::string& why) const {
-    throw Error(EQKV_BAD_PACKAGE, path_ + ": " + why);
-  }
+// Text of a file in a message: short, and no control characters.
+std::string printable(const std::string& text) {
+  std::string out = text.substr(0, 40);
+  std::replace_if(out.begin(), out.end(), [](unsigned char c) { return c < 0x20 || c >= 0x7f; }, '?');
+  return out;
+}
+
+class Metadata {
+ public:
+  Metadata(const OnnxFile& file, const std::string& path) : entries_(file.metadata), path_(path) {}
+
+  [[noreturn]] void refuse(const std::string& why) const { ort::refuse(path_, why); }
 
   // The metadata `key`, an integer in [least, most].
   int64_t number(const std::string& key, int64_t most, int64_t least = 1) const {
@@ -55,33 +63,32 @@ class GraphReader {
   }
 
   std::string required(const std::string& key) const {
-    const std::string text = metadata(key);
-    if (text.empty()) refuse("is not an edge-qkv model: it has no metadata edge_qkv." + key + ".");
-    return text;
+    const auto found = entries_.find(key);
+    if (found == entries_.end() || found->second.empty()) {
+      refuse("is not an edge-qkv model: it has no metadata edge_qkv." + key + ".");
+    }
+    return found->second;
   }
 
-  std::string metadata(const std::string& key) const {
-    const auto all = make_handle<OrtModelMetadata>(api_.ReleaseModelMetadata, [&](auto** out) {
-      call(api_.SessionGetModelMetadata(session_, out));
-    });
-    char* value = nullptr;
-    call(api_.ModelMetadataLookupCustomMetadataMap(all.get(), allocator_, ("edge_qkv." + key).c_str(),
-                                                   &value));
-    return take(value);
+ private:
+  const std::map<std::string, std::string>& entries_;
+  const std::string& path_;
+};
+
+class GraphReader {
+ public:
+  GraphReader(const Library& library, OrtSession* session, const std::string& path)
+      : api_(library.api()), session_(session), path_(path) {
+    call(api_.GetAllocatorWithDefaultOptions(&allocator_));
   }
+
+  [[noreturn]] void refuse(const std::string& why) const { ort::refuse(path_, why); }
 
   std::map<std::string, TensorType> inputs() const {
     return tensors(api_.SessionGetInputCount, api_.SessionGetInputName, api_.SessionGetInputTypeInfo);
   }
   std::map<std::string, TensorType> outputs() const {
     return tensors(api_.SessionGetOutputCount, api_.SessionGetOutputName, api_.SessionGetOutputTypeInfo);
-  }
-
-  // Text of a file in a message: short, and no control characters.
-  static std::string printable(const std::string& text) {
-    std::string out = text.substr(0, 40);
-    std::replace_if(out.begin(), out.end(), [](unsigned char c) { return c < 0x20 || c >= 0x7f; }, '?');
-    return out;
   }
 
  private:
@@ -145,55 +152,81 @@ void check_tensor(const GraphReader& graph, const std::map<std::string, TensorTy
   if (!fits) graph.refuse("the type or shape of " + name + " in its graph does not fit its metadata.");
 }
 
-void check_format(const GraphReader& graph) {
-  const int64_t format = graph.number("format", 1'000'000);
-  if (format < kFormat) graph.refuse("was written by an older edge-qkv; export the model again.");
+void check_format(const Metadata& metadata) {
+  const int64_t format = metadata.number("format", 1'000'000);
+  if (format < kFormat) metadata.refuse("was written by an older edge-qkv; export the model again.");
   if (format > kFormat) {
-    graph.refuse("was written by a newer edge-qkv (format " + std::to_string(format) +
-                 ", this one reads " + std::to_string(kFormat) +
-                 "); install that version or export the model again.");
+    metadata.refuse("was written by a newer edge-qkv (format " + std::to_string(format) +
+                    ", this one reads " + std::to_string(kFormat) +
+                    "); install that version or export the model again.");
   }
 }
 
-ModelInfo read_metadata(const GraphReader& graph) {
-  check_format(graph);
-  constexpr const char* kTypes[] = {"fp32", "fp16", "int8"};                              // CacheType
+ModelInfo read_info(const Metadata& metadata) {
+  constexpr const char* kTypes[] = {"fp32", "fp16", "int8"};  // CacheType
   constexpr const char* kPositions[] = {"none", "learned", "rotary-conjugate", "rotary-on-read"};
   ModelInfo info;
   info.engine = "onnxruntime";
   // Bounds far above any model that exists, and far below what overflows.
-  info.vocab_size = graph.number("vocab_size", 1 << 24);
-  info.max_positions = graph.number("max_positions", int64_t{1} << 31);
-  info.cache.type = static_cast<CacheType>(graph.choice("cache_type", kTypes));
-  info.cache.layers = graph.number("layers", 1 << 12);
-  info.cache.caches = graph.number("caches", 2);
-  info.cache.kv_heads = graph.number("kv_heads", 1 << 12);
-  info.cache.head_dim = graph.number("head_dim", 1 << 16);
-  info.window = graph.number("window", info.max_positions, 0);
-  info.sinks = graph.number("sinks", info.max_positions, 0);
-  info.positions = static_cast<Positions>(graph.choice("positions", kPositions));
-  info.rotary_dim = graph.number("rotary_dim", info.cache.head_dim, 0);
-  info.rotary_base = std::strtod(graph.required("rotary_base").c_str(), nullptr);
+  info.vocab_size = metadata.number("vocab_size", 1 << 24);
+  info.max_positions = metadata.number("max_positions", int64_t{1} << 31);
+  info.cache.type = static_cast<CacheType>(metadata.choice("cache_type", kTypes));
+  info.cache.layers = metadata.number("layers", 1 << 12);
+  info.cache.caches = metadata.number("caches", 2);
+  info.cache.kv_heads = metadata.number("kv_heads", 1 << 12);
+  info.cache.head_dim = metadata.number("head_dim", 1 << 16);
+  info.window = metadata.number("window", info.max_positions, 0);
+  info.sinks = metadata.number("sinks", info.max_positions, 0);
+  info.positions = static_cast<Positions>(metadata.choice("positions", kPositions));
+  info.rotary_dim = metadata.number("rotary_dim", info.cache.head_dim, 0);
+  info.rotary_base = std::strtod(metadata.required("rotary_base").c_str(), nullptr);
   const bool rotary =
       info.positions == Positions::kRotaryConjugate || info.positions == Positions::kRotaryOnRead;
   if (rotary && !(info.rotary_dim >= 2 && info.rotary_dim % 2 == 0 && info.rotary_base > 1 &&
                   std::isfinite(info.rotary_base))) {
-    graph.refuse("its metadata edge_qkv.rotary_dim and edge_qkv.rotary_base are no rotation.");
+    metadata.refuse("its metadata edge_qkv.rotary_dim and edge_qkv.rotary_base are no rotation.");
   }
-  info.fingerprint = graph.required("fingerprint");
+  info.fingerprint = metadata.required("fingerprint");
   if (info.fingerprint.size() != 64 ||
       info.fingerprint.find_first_not_of("0123456789abcdef") != std::string::npos) {
-    graph.refuse("its metadata edge_qkv.fingerprint is not 64 hexadecimal digits.");
+    metadata.refuse("its metadata edge_qkv.fingerprint is not 64 hexadecimal digits.");
   }
   return info;
 }
 
+PlanModel read_plan_model(const Metadata& metadata, const ModelInfo& info, uint64_t file_bytes) {
+  constexpr const char* kWeightBits[] = {"4", "8", "32"};
+  constexpr int kBits[] = {4, 8, 32};
+  PlanModel model;
+  model.cache = info.cache;
+  model.heads = metadata.number("heads", 1 << 12);
+  model.width = metadata.number("width", 1 << 20);
+  model.mlp_width = metadata.number("mlp_width", 1 << 20);
+  model.mlp_matrices = metadata.number("mlp_matrices", 3, 2);
+  model.vocab_size = info.vocab_size;
+  model.max_positions = info.max_positions;
+  model.weight_bytes = file_bytes;
+  model.matrix_bytes = static_cast<uint64_t>(metadata.number("matrix_bytes", kMostWeightBytes, 0));
+  model.table_bytes = static_cast<uint64_t>(metadata.number("table_bytes", kMostWeightBytes, 0));
+  model.weight_bits = kBits[metadata.choice("weight_bits", kWeightBits)];
+  model.block_size = static_cast<int>(metadata.number("block_size", 1 << 12, 0));
+  return model;
+}
+
 }  // namespace
+
+ModelDescription describe_onnx(const std::string& path) {
+  const OnnxFile file = read_onnx_file(path);
+  const Metadata metadata(file, path);
+  check_format(metadata);
+  const ModelInfo info = read_info(metadata);
+  return {info, read_plan_model(metadata, info, file.bytes)};
+}
 
 GraphNames graph_names(const ModelInfo& info) {
   GraphNames names{{"input_ids", "past", "logit_rows"}, {"logits"}};
-  std::vector<std::string> kinds = info.cache.caches == 1 ? std::vector<std::string>{"kv"}
-                                                          : std::vector<std::string>{"key", "value"};
+  std::vector<std::string> kinds =
+      info.cache.caches == 1 ? std::vector<std::string>{"kv"} : std::vector<std::string>{"key", "value"};
   if (info.cache.holds_scales(info.cache.caches)) {
     for (int64_t i = 0; i < info.cache.caches; ++i) {
       kinds.push_back(kinds[static_cast<size_t>(i)] + "_scale");
@@ -209,9 +242,9 @@ GraphNames graph_names(const ModelInfo& info) {
   return names;
 }
 
-ModelInfo read_model_info(const Library& library, OrtSession* session, const std::string& path) {
+void check_graph(const Library& library, OrtSession* session, const ModelInfo& info,
+                 const std::string& path) {
   const GraphReader graph(library, session, path);
-  const ModelInfo info = read_metadata(graph);
   const GraphNames names = graph_names(info);
   const auto inputs = graph.inputs(), outputs = graph.outputs();
   if (inputs.size() != names.inputs.size()) {
@@ -231,7 +264,6 @@ ModelInfo read_model_info(const Library& library, OrtSession* session, const std
     check_tensor(graph, inputs, names.inputs[kPlainInputs + at], cache);
     check_tensor(graph, outputs, names.outputs[kPlainOutputs + at], cache);
   }
-  return info;
 }
 
 }  // namespace edge_qkv::ort

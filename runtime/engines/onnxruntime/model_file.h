@@ -1,4 +1,4 @@
-// A loaded ONNX graph, checked to be a model of ours: everything about it comes from a file.
+// An ONNX file, checked to be a model of ours: everything about it comes from outside.
 #pragma once
 
 #include <string>
@@ -16,7 +16,8 @@ namespace edge_qkv::ort {
 // with caches kv.{i} (unified) or key.{i}, value.{i}, i in [0, layers); after them, where the cache is
 // int8, their scales [1, G, C] fp16: kv_scale.{i} or key_scale.{i}, value_scale.{i}. Its numbers are in
 // the metadata, each key after "edge_qkv.": format, vocab_size, layers, kv_heads, head_dim, caches,
-// max_positions, cache_type, window, sinks, positions, rotary_dim, rotary_base, fingerprint.
+// max_positions, cache_type, window, sinks, positions, rotary_dim, rotary_base, fingerprint; and for the
+// plan: heads, width, mlp_width, mlp_matrices, weight_bits, block_size, matrix_bytes, table_bytes.
 struct GraphNames {
   std::vector<std::string> inputs;   // input_ids, past, logit_rows, caches
   std::vector<std::string> outputs;  // logits, caches
@@ -32,8 +33,12 @@ constexpr size_t kPlainInputs = 3, kPlainOutputs = 1;
 
 GraphNames graph_names(const ModelInfo& info);
 
-// Reads the metadata and checks it and the graph's inputs and outputs against it. Throws Error with
-// EQKV_BAD_PACKAGE; `path` is for the message.
-ModelInfo read_model_info(const Library& library, OrtSession* session, const std::string& path);
+// Reads and checks the metadata of the file at `path`. Throws Error with EQKV_BAD_PACKAGE.
+ModelDescription describe_onnx(const std::string& path);
+
+// Checks the inputs and outputs of a loaded graph against `info`. Throws Error with EQKV_BAD_PACKAGE;
+// `path` is for the message.
+void check_graph(const Library& library, OrtSession* session, const ModelInfo& info,
+                 const std::string& path);
 
 }  // namespace edge_qkv::ort

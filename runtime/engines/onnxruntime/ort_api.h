@@ -17,7 +17,6 @@ struct OrtEnv;
 struct OrtKernelContext;
 struct OrtKernelInfo;
 struct OrtMemoryInfo;
-struct OrtModelMetadata;
 struct OrtRunOptions;
 struct OrtSession;
 struct OrtSessionOptions;
@@ -59,6 +58,7 @@ constexpr int kRequired = 0, kOptional = 1;
     (OrtSession*, const OrtRunOptions*, const char* const* input_names, const OrtValue* const* inputs, \
      size_t input_count, const char* const* output_names, size_t output_count, OrtValue** outputs))    \
   X(10, CreateSessionOptions, OrtStatus*, (OrtSessionOptions**))                                       \
+  X(11, SetOptimizedModelFilePath, OrtStatus*, (OrtSessionOptions*, const char* path))                 \
   X(13, SetSessionExecutionMode, OrtStatus*, (OrtSessionOptions*, int mode))                           \
   X(17, DisableMemPattern, OrtStatus*, (OrtSessionOptions*))                                           \
   X(19, DisableCpuMemArena, OrtStatus*, (OrtSessionOptions*))                                          \
@@ -108,10 +108,6 @@ constexpr int kRequired = 0, kOptional = 1;
   X(99, ReleaseTensorTypeAndShapeInfo, void, (OrtTensorTypeAndShapeInfo*))                             \
   X(100, ReleaseSessionOptions, void, (OrtSessionOptions*))                                            \
   X(101, ReleaseCustomOpDomain, void, (OrtCustomOpDomain*))                                            \
-  X(111, SessionGetModelMetadata, OrtStatus*, (const OrtSession*, OrtModelMetadata**))                 \
-  X(116, ModelMetadataLookupCustomMetadataMap, OrtStatus*,                                             \
-    (const OrtModelMetadata*, OrtAllocator*, const char* key, char** value))                           \
-  X(118, ReleaseModelMetadata, void, (OrtModelMetadata*))                                              \
   X(130, AddSessionConfigEntry, OrtStatus*, (OrtSessionOptions*, const char* key, const char* value))  \
   X(268, ShapeInferContext_GetInputTypeShape, OrtStatus*,                                              \
     (const OrtShapeInferContext*, size_t index, OrtTensorTypeAndShapeInfo**))                          \

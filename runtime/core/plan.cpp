@@ -1,0 +1,194 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <limits>
+#include <vector>
+
+#include "error.h"
+
+namespace edge_qkv {
+namespace {
+
+struct Bound {
+  const char* name;
+  int64_t value, least, most;
+};
+
+void check(const std::vector<Bound>& bounds) {
+  for (const Bound& bound : bounds) {
+    if (bound.value >= bound.least && bound.value <= bound.most) continue;
+    throw Error(EQKV_INVALID_ARGUMENT, std::string("The plan's ") + bound.name + " must be from " +
+                                           std::to_string(bound.least) + " to " +
+                                           std::to_string(bound.most) + ", not " +
+                                           std::to_string(bound.value) + ".");
+  }
+}
+
+// Bounds far above any model that exists; no sum below overflows within them, but for the cache.
+void check_model(const PlanModel& m) {
+  constexpr int64_t kMostBytes = int64_t{1} << 50;
+  const auto bytes = [](uint64_t n) {
+    return static_cast<int64_t>(std::min<uint64_t>(n, std::numeric_limits<int64_t>::max()));
+  };
+  check({{"layers", m.cache.layers, 1, 1 << 12},
+         {"caches", m.cache.caches, 1, 2},
+         {"kv_heads", m.cache.kv_heads, 1, 1 << 12},
+         {"head_dim", m.cache.head_dim, 1, 1 << 16},
+         {"heads", m.heads, 1, 1 << 12},
+         {"width", m.width, 1, 1 << 20},
+         {"mlp_width", m.mlp_width, 1, 1 << 20},
+         {"mlp_matrices", m.mlp_matrices, 2, 3},
+         {"vocab_size", m.vocab_size, 1, 1 << 24},
+         {"max_positions", m.max_positions, 1, int64_t{1} << 31},
+         {"weight_bytes", bytes(m.weight_bytes), 0, kMostBytes},
+         {"matrix_bytes", bytes(m.matrix_bytes), 0, kMostBytes},
+         {"table_bytes", bytes(m.table_bytes), 0, kMostBytes},
+         {"weight_bits", m.weight_bits, 4, 32},
+         {"block_size", m.block_size, m.weight_bits == 32 ? 0 : 1, 1 << 12}});
+  if (m.heads % m.cache.kv_heads != 0) {
+    throw Error(EQKV_INVALID_ARGUMENT, "The plan's kv_heads (" + std::to_string(m.cache.kv_heads) +
+                                           ") must divide its heads (" + std::to_string(m.heads) + ").");
+  }
+}
+
+PlanOptions checked(const PlanModel& model, PlanOptions options) {
+  check({{"context", options.context, 0, model.max_positions},
+         {"prefill_chunk", options.prefill_chunk, 0, kMostChunk},
+         {"threads", options.threads, 1, 1 << 10}});
+  if (options.prefill_chunk == 0) options.prefill_chunk = kPrefillChunk;
+  return options;
+}
+
+uint64_t cache_bytes(const CacheLayout& layout, int64_t context) {
+  const uint64_t token = static_cast<uint64_t>(layout.token_bytes());
+  if (static_cast<uint64_t>(context) > (uint64_t{1} << 60) / token) {
+    throw Error(EQKV_INVALID_ARGUMENT, "A cache of " + std::to_string(context) + " tokens of " +
+                                           std::to_string(token) + " bytes has more bytes than exist.");
+  }
+  return token * static_cast<uint64_t>(context);
+}
+
+// Of an evaluation of `tokens` tokens that ends at the full context; decode may split where prefill does
+// not.
+uint64_t attention_bytes(const PlanModel& model, int64_t context, int64_t tokens, int threads) {
+  AttentionParams params;
+  params.tokens = tokens;
+  params.past = context - tokens;
+  params.capacity = context;
+  params.num_heads = static_cast<int>(model.heads);
+  params.kv_heads = static_cast<int>(model.cache.kv_heads);
+  params.head_dim = static_cast<int>(model.cache.head_dim);
+  params.cache_type = model.cache.type;
+  return attention_workspace_bytes(params, static_cast<size_t>(threads));
+}
+
+Plan plan_for(const PlanModel& model, const PlanOptions& options, int64_t context,
+              const PlanEngine& engine) {
+  PlanOptions exact = options;
+  exact.context = context;
+  exact.prefill_chunk = std::min(options.prefill_chunk, context);
+  const EngineCosts costs = engine.costs(model, exact);
+  Plan plan;
+  plan.context = context;
+  plan.prefill_chunk = exact.prefill_chunk;
+  plan.threads = exact.threads;
+  plan.cache_type = model.cache.type;
+  plan.weights_file = costs.weights_file;
+  plan.weights_anonymous = costs.weights_anonymous;
+  plan.cache = cache_bytes(model.cache, context);
+  // The session keeps two rows of logits, those of the last token and those that are being computed, and
+  // its tokens.
+  plan.workspace = costs.workspace + 2 * sizeof(float) * static_cast<uint64_t>(model.vocab_size) +
+                   sizeof(int32_t) * static_cast<uint64_t>(context) +
+                   std::max(attention_bytes(model, context, exact.prefill_chunk, exact.threads),
+                            attention_bytes(model, context, 1, exact.threads));
+  plan.engine_file = costs.code;
+  plan.engine_anonymous = costs.structures;
+  plan.margin = costs.margin;
+  return plan;
+}
+
+// The longest context whose total is at most `memory`; 0 where not even one token fits. A total never
+// falls as the context grows.
+int64_t longest_context(const PlanModel& model, const PlanOptions& options, const PlanEngine& engine,
+                        uint64_t memory) {
+  int64_t fits = 0, beyond = model.max_positions + 1;
+  while (beyond - fits > 1) {
+    const int64_t middle = fits + (beyond - fits) / 2;
+    (plan_for(model, options, middle, engine).total() <= memory ? fits : beyond) = middle;
+  }
+  return fits;
+}
+
+// Of an amount that is needed; rounded up, so that the figure itself would do.
+std::string megabytes(uint64_t bytes) {
+  const uint64_t tenths = bytes / 100'000 + (bytes % 100'000 > 0 ? 1 : 0);
+  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " MB";
+}
+
+std::string over_budget(const PlanModel& model, const PlanOptions& options, const PlanEngine& engine,
+                        const Plan& plan) {
+  const uint64_t allowed = options.memory;
+  const auto tokens = [](int64_t n) { return std::to_string(n) + (n == 1 ? " token" : " tokens"); };
+  std::string message = "A context of " + tokens(plan.context) + " needs " + megabytes(plan.total()) +
+                        " of memory and " + std::to_string(allowed / 100'000 / 10) + "." +
+                        std::to_string(allowed / 100'000 % 10) +
+                        " MB are allowed: " + megabytes(plan.total() - allowed) + " short.";
+  std::vector<std::string> changes;
+  const auto consider = [&](const std::string& what, const PlanModel& m, const PlanOptions& o) {
+    const uint64_t total = plan_for(m, o, plan.context, engine).total();
+    if (total <= allowed) changes.push_back(what + " (" + megabytes(total) + ")");
+  };
+  if (model.cache.type != CacheType::kInt8) {
+    PlanModel changed = model;
+    changed.cache.type = CacheType::kInt8;
+    consider("an int8 cache", changed, options);
+  }
+  if (const int64_t longest = longest_context(model, options, engine, allowed)) {
+    changes.push_back("a context of " + tokens(longest) + " (" +
+                      megabytes(plan_for(model, options, longest, engine).total()) + ")");
+  }
+  for (int64_t chunk = plan.prefill_chunk / 2; chunk >= 1; chunk /= 2) {  // the largest that fits
+    PlanOptions changed = options;
+    changed.prefill_chunk = chunk;
+    const size_t before = changes.size();
+    consider("a prefill chunk of " + std::to_string(chunk), model, changed);
+    if (changes.size() > before) break;
+  }
+  if (model.weight_bits > 4) consider("int4 weights", engine.in_int4(model), options);
+  if (!options.packed) {
+    PlanOptions changed = options;
+    changed.packed = true;
+    consider("packed weights", model, changed);
+  }
+  if (changes.empty()) {
+    return message + " No single change fits: even a context of 1 token needs " +
+           megabytes(plan_for(model, options, 1, engine).total()) + ".";
+  }
+  message += " What would fit: ";
+  for (size_t i = 0; i < changes.size(); ++i) {
+    message += (i == 0 ? "" : i + 1 < changes.size() ? ", " : " or ") + changes[i];
+  }
+  return message + ".";
+}
+
+}  // namespace
+
+Plan plan_memory(const PlanModel& model, const PlanOptions& given, const PlanEngine& engine) {
+  check_model(model);
+  const PlanOptions options = checked(model, given);
+  int64_t context = options.context;
+  if (context == 0) {
+    context = options.memory == 0
+                  ? model.max_positions
+                  : std::max<int64_t>(1, longest_context(model, options, engine, options.memory));
+  }
+  Plan plan = plan_for(model, options, context, engine);
+  if (options.memory > 0 && plan.total() > options.memory) {
+    plan.over_budget = over_budget(model, options, engine, plan);
+  }
+  return plan;
+}
+
+}  // namespace edge_qkv

@@ -1,0 +1,80 @@
+// How much memory a model and one session of it will take, from numbers alone.
+//
+// Everything that is budgeted is computed here, before a weight is read. What only an engine can know
+// comes in as EngineCosts.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "cache.h"
+
+namespace edge_qkv {
+
+// What a plan has to know of a model.
+struct PlanModel {
+  CacheLayout cache;
+  int64_t heads = 0;
+  int64_t width = 0;
+  int64_t mlp_width = 0;
+  int64_t mlp_matrices = 2;  // 2, or 3 with a gate
+  int64_t vocab_size = 0;
+  int64_t max_positions = 0;
+  uint64_t weight_bytes = 0;  // of the model's files
+  uint64_t matrix_bytes = 0;  // of these, matrices that are multiplied by
+  uint64_t table_bytes = 0;   // of these, all else; the weight of a tied head counts as both
+  int weight_bits = 32;       // of the matrices in the layers: 4, 8 or 32
+  int block_size = 0;         // weights that share a scale; 0 with 32 bits
+};
+
+struct PlanOptions {
+  uint64_t memory = 0;        // budget in bytes; 0: none
+  int64_t context = 0;        // tokens; 0: the longest that the budget holds
+  int64_t prefill_chunk = 0;  // tokens evaluated at once; 0: kPrefillChunk
+  int threads = 1;
+  bool packed = false;  // the weights are mapped in the form that the engine computes with
+};
+
+constexpr int64_t kPrefillChunk = 128;
+constexpr int64_t kMostChunk = 1 << 20;
+
+// Bytes beyond what the process has without the runtime.
+struct EngineCosts {
+  uint64_t weights_file = 0;       // pages of files
+  uint64_t weights_anonymous = 0;  // copies in a form of its own
+  uint64_t workspace = 0;          // of one evaluation of a chunk, attention and logits excepted
+  uint64_t code = 0;               // pages of its library
+  uint64_t structures = 0;         // what it allocates beside the weights, and its threads
+  uint64_t margin = 0;             // what measurements differ by
+};
+
+// How an engine counts. Both are given sound models and options without zeros, the context excepted.
+struct PlanEngine {
+  EngineCosts (*costs)(const PlanModel& model, const PlanOptions& options);
+  PlanModel (*in_int4)(const PlanModel& model);  // the same model exported with int4 weights
+};
+
+struct Plan {
+  int64_t context = 0;
+  int64_t prefill_chunk = 0;
+  int threads = 1;
+  CacheType cache_type = CacheType::kFloat16;
+  uint64_t weights_file = 0, weights_anonymous = 0, cache = 0, workspace = 0;
+  uint64_t engine_file = 0, engine_anonymous = 0;
+  uint64_t margin = 0;
+  std::string over_budget;  // one sentence or more, where the budget does not hold it; else empty
+
+  uint64_t expected() const {
+    return weights_file + weights_anonymous + cache + workspace + engine_file + engine_anonymous;
+  }
+  uint64_t total() const { return expected() + margin; }
+  uint64_t anonymous() const {
+    return weights_anonymous + cache + workspace + engine_anonymous + margin;
+  }
+};
+
+// Throws Error with EQKV_INVALID_ARGUMENT for numbers that no model or request has. A plan that the
+// budget does not hold is returned, with `over_budget` set; for context 0 it is then that of one token.
+Plan plan_memory(const PlanModel& model, const PlanOptions& options, const PlanEngine& engine);
+
+}  // namespace edge_qkv

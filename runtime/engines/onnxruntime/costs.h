@@ -1,0 +1,13 @@
+// What ONNX Runtime needs of memory: the figures of the plan that are its own.
+#pragma once
+
+#include "core/plan.h"
+
+namespace edge_qkv::ort {
+
+extern const PlanEngine kPlanEngine;
+
+// Bytes on the disk of a model's packed weights, see packed.h.
+uint64_t packed_file_bytes(const PlanModel& model);
+
+}  // namespace edge_qkv::ort

@@ -1,0 +1,182 @@
+#include "packed.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "core/error.h"
+#include "processor.h"
+
+namespace edge_qkv::ort {
+namespace {
+
+constexpr const char* kGraph = "packed.onnx";
+constexpr const char* kData = "packed.onnx.data";
+constexpr const char* kMarker = "packed.txt";
+constexpr const char* kUnfinished = ".packing-";  // beginning of the name of a directory being written
+
+[[noreturn]] void refuse(const std::string& directory, const std::string& why) {
+  throw Error(EQKV_INVALID_ARGUMENT, directory + ": the packed weights cannot be written there (" + why +
+                                         "); choose another directory or load the model without.");
+}
+
+// FNV-1a: names a directory; what it stands for is compared in full.
+std::string hash(const std::string& text) {
+  uint64_t value = 0xcbf29ce484222325;
+  for (const unsigned char c : text) value = (value ^ c) * 0x100000001b3;
+  char digits[17];
+  std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(value));
+  return digits;
+}
+
+std::string read_small(const std::string& path) {
+  const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "re"), std::fclose);
+  char buffer[4096];
+  return file ? std::string(buffer, std::fread(buffer, 1, sizeof buffer, file.get())) : "";
+}
+
+class Descriptor {
+ public:
+  explicit Descriptor(int number) : number_(number) {}
+  ~Descriptor() {
+    if (number_ >= 0) close(number_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int number() const { return number_; }
+
+ private:
+  const int number_;
+};
+
+bool on_disk(const std::string& path) {
+  const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  return file.number() >= 0 && fsync(file.number()) == 0;
+}
+
+// Removes a directory of ours and the files in it.
+void remove_folder(const std::string& path) {
+  if (DIR* folder = opendir(path.c_str())) {
+    while (const dirent* entry = readdir(folder)) unlinkat(dirfd(folder), entry->d_name, 0);
+    closedir(folder);
+  }
+  rmdir(path.c_str());
+}
+
+// What an interrupted process left. Only with the lock held.
+void remove_unfinished(const std::string& directory) {
+  DIR* folder = opendir(directory.c_str());
+  if (!folder) return;
+  while (const dirent* entry = readdir(folder)) {
+    const std::string name = entry->d_name;
+    if (name.rfind(kUnfinished, 0) == 0) remove_folder(directory + "/" + name);
+  }
+  closedir(folder);
+}
+
+// A new directory that is removed again, whatever is in it by then.
+class TemporaryFolder {
+ public:
+  explicit TemporaryFolder(const std::string& directory)
+      : path_(directory + "/" + kUnfinished + "XXXXXX") {
+    if (!mkdtemp(&path_[0])) refuse(directory, std::strerror(errno));
+  }
+  ~TemporaryFolder() { remove_folder(path_); }
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+void make_directories(const std::string& path) {
+  for (size_t slash = path.find('/', 1);; slash = path.find('/', slash + 1)) {
+    const std::string part = path.substr(0, slash);
+    if (mkdir(part.c_str(), 0755) != 0 && errno != EEXIST) refuse(path, std::strerror(errno));
+    if (slash == std::string::npos) return;
+  }
+}
+
+}  // namespace
+
+PackedWeights::PackedWeights(const std::string& directory, const ModelInfo& info,
+                             const std::string& version)
+    : directory_(directory),
+      maker_("edge-qkv packed weights 1\nmodel " + info.fingerprint + "\nonnxruntime " + version +
+             "\nprocessor " + processor_name() + "\n"),
+      final_(directory + "/packed-" + info.fingerprint.substr(0, 16) + "-" + hash(maker_)) {}
+
+// The marker that would describe `folder` as it is; empty where a file is missing.
+std::string PackedWeights::described(const std::string& folder) const {
+  std::string text = maker_;
+  for (const char* name : {kGraph, kData}) {
+    struct stat status = {};
+    if (stat((folder + "/" + name).c_str(), &status) != 0 || !S_ISREG(status.st_mode)) return "";
+    text += std::string(name) + " " + std::to_string(status.st_size) + "\n";
+  }
+  return text;
+}
+
+std::string PackedWeights::find() const {
+  const std::string is = described(final_);
+  return !is.empty() && read_small(final_ + "/" + kMarker) == is ? final_ + "/" + kGraph : "";
+}
+
+void PackedWeights::write_marker(const std::string& folder) const {
+  const std::string text = described(folder), path = folder + "/" + kMarker;
+  if (text.empty()) refuse(directory_, "ONNX Runtime wrote none");
+  FILE* file = std::fopen(path.c_str(), "we");
+  bool good = file && std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  if (file) good = std::fclose(file) == 0 && good;
+  for (const char* name : {kGraph, kData, kMarker}) good = good && on_disk(folder + "/" + name);
+  if (!good || !on_disk(folder)) refuse(directory_, std::strerror(errno));
+}
+
+void PackedWeights::make(uint64_t bytes_needed,
+                         const std::function<void(const std::string& path)>& write) const {
+  if (!find().empty()) return;
+  make_directories(directory_);
+  const Descriptor lock(open((directory_ + "/.lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644));
+  if (lock.number() < 0) refuse(directory_, std::strerror(errno));
+  while (flock(lock.number(), LOCK_EX) != 0) {
+    if (errno != EINTR) refuse(directory_, std::strerror(errno));
+  }
+  if (!find().empty()) return;  // another process was first
+  remove_unfinished(directory_);
+  struct statvfs disk = {};
+  if (statvfs(directory_.c_str(), &disk) == 0) {
+    const uint64_t free = static_cast<uint64_t>(disk.f_bavail) * disk.f_frsize;
+    if (free < bytes_needed) {
+      refuse(directory_, std::to_string(free) + " bytes are free and about " +
+                             std::to_string(bytes_needed) + " are needed");
+    }
+  }
+  const TemporaryFolder folder(directory_);
+  try {
+    write(folder.path() + "/" + kGraph);
+  } catch (const Error& error) {
+    if (error.status() != EQKV_ENGINE_FAILED) throw;
+    std::string reason = error.what();
+    reason.pop_back();  // the full stop
+    refuse(directory_, reason);
+  }
+  write_marker(folder.path());
+  if (access(final_.c_str(), F_OK) == 0) {  // damaged, or `find` would have found it
+    const TemporaryFolder aside(directory_);
+    std::rename(final_.c_str(), aside.path().c_str());
+  }
+  if (std::rename(folder.path().c_str(), final_.c_str()) != 0) refuse(directory_, std::strerror(errno));
+  on_disk(directory_);
+}
+
+}  // namespace edge_qkv::ort

@@ -1,0 +1,42 @@
+// Packed weights: a model as ONNX Runtime keeps it after loading, with its matrices in the order that
+// the kernels of this processor read. Mapped from a file they are no anonymous memory, and nothing is
+// left to do when they are loaded.
+//
+// The directory that a user names holds a directory for each model, ONNX Runtime version and processor:
+//   packed-FINGERPRINT-HASH/packed.onnx       the graph
+//                           packed.onnx.data  both forms of the weights; only the packed one is read
+//                           much packed.txt        written last: what it was made of and by, and the
+//                           files' sizes
+//   .lock                                     held while one is written
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "engines/engine.h"
+
+namespace edge_qkv::ort {
+
+class PackedWeights {
+ public:
+  // In `directory`, of the model that `info` describes, by an ONNX Runtime of `version`.
+  PackedWeights(const std::string& directory, const ModelInfo& info, const std::string& version);
+
+  // Path of the graph, where all is there and has the sizes it was written with; else empty.
+  std::string find() const;
+
+  // Calls write(path) to write the graph to `path` and its weights to that with ".data" added, in a
+  // directory that gets its name when all is on the disk. Does nothing where `find` finds it, also when
+  // another process wrote it meanwhile. Throws Error. `bytes_needed` is an estimate.
+  void make(uint64_t bytes_needed, const std::function<void(const std::string& path)>& write) const;
+
+ private:
+  std::string described(const std::string& folder) const;
+  void write_marker(const std::string& folder) const;
+
+  const std::string directory_;
+  const std::string maker_;  // lines of the marker before the sizes
+  const std::string final_;  // the directory of this model
+};
+
+}  // namespace edge_qkv::ort
