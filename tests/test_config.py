@@ -38,6 +38,12 @@ def test_fp32_cache_is_twice_fp16():
     assert SMALL.cache_bytes(7, "fp32") == 2 * SMALL.cache_bytes(7, "fp16") == 7 * 2 * 2 * 4 * 6 * 4
 
 
+def test_int8_cache_bytes():
+    """A row of one kv head is 64 codes and a scale of 2 bytes: 1.2B Q-MQA at 32,768 tokens in under 50 MB."""
+    assert preset("1.2B/Q-MQA").cache_bytes(32768, "int8") == 22 * (64 + 2) * 32768 == 47_579_136
+    assert SMALL.cache_bytes(7, "int8") == 7 * 2 * 2 * 4 * (6 + 2)  # keys and values each have scales
+
+
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("query", QUERY)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -112,6 +118,11 @@ def test_decoder_in_pieces_equals_the_whole_sequence():
         ("attention_scale", -1),
         ("attention_scale", "0.5"),
         ("tied_head", 1),
+        ("window", -1),
+        ("window", 41),
+        ("window", 2.0),
+        ("sinks", -1),
+        ("sinks", 4),
         ("trained_context", 41),
     ],
 )

@@ -1,13 +1,14 @@
 """From a file as it was published to logits: every variant, in our runtime and in plain onnxruntime.
 
-Each file is exported with fp32 weights and cache and must give the eager decoder's logits through prefill,
-chunked prefill, single-token decode and after rewind.
+Each file is exported with fp32 weights and must give the logits of the eager decoder, with a cache of the same type,
+through prefill, chunked prefill, single-token decode and after rewind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 from conftest import TINY, write_checkpoint
 from edge_qkv import Model, Session
 from edge_qkv.checkpoints import read_checkpoint
+from edge_qkv.config import POSITIONS
 from edge_qkv.export import TARGETS
 from edge_qkv.export.onnx_stock import StockSession
 from samples import QUERY_MODES_2510, VARIANTS_2606, write_2510, write_2606
@@ -33,11 +35,20 @@ FILES: dict[str, Callable] = {
         path, "identity", positions=CAPACITY, heads=12, head_size=62, layers=1
     ),
 }
-# Our own format, for what the published files do not have.
+# Our own format, for what the published files do not have: the config's fields, the cache, and the options of the
+# export that override the config.
 OURS = {
-    f"{positions} {sharing} x{kv_heads}": dict(positions=positions, sharing=sharing, kv_heads=kv_heads)
-    for positions in ("rotary-conjugate", "rotary-on-read", "none")
+    f"{positions} {sharing} x{kv_heads}, {name}": (dict(positions=positions, sharing=sharing, kv_heads=kv_heads), *how)
+    for positions in POSITIONS
     for sharing, kv_heads in (("q-k=v", 1), ("qkv", 2))
+    for name, how in {
+        "fp32": ("fp32", {}),
+        "window": ("fp32", {"window": 7}),
+        "sinks": ("fp32", {"window": 5, "sinks": 3}),
+        "int8": ("int8", {}),
+        "int8, sinks": ("int8", {"window": 11, "sinks": 2}),
+    }.items()
+    if name != "window" or positions == "learned"
 }
 
 
@@ -46,6 +57,7 @@ class Exported:
     expected: np.ndarray  # [CAPACITY, V], the eager decoder's
     ids: list[int]
     package: str
+    tolerance: float
 
 
 @pytest.fixture(scope="module", params=[*FILES, *OURS])
@@ -53,33 +65,40 @@ def exported(request, tmp_path_factory) -> Exported:
     folder = tmp_path_factory.mktemp("variant")
     source = folder / "checkpoint"
     if request.param in FILES:
+        cache, window = "fp32", {}
         FILES[request.param](source)
     else:
-        from dataclasses import replace
-
-        write_checkpoint(source, replace(TINY, max_positions=CAPACITY, **OURS[request.param]))
-    TARGETS["onnx"](str(source), folder / "package", weights="fp32", cache="fp32", parity=False)
-    decoder = read_checkpoint(str(source)).load()
+        fields, cache, window = OURS[request.param]
+        write_checkpoint(source, replace(TINY, max_positions=CAPACITY, **fields))
+    TARGETS["onnx"](str(source), folder / "package", weights="fp32", cache=cache, parity=False, **window)
+    checkpoint = read_checkpoint(str(source))
+    decoder = replace(checkpoint, config=replace(checkpoint.config, **window)).load()
     ids = torch.randint(0, decoder.config.vocab_size, (CAPACITY,), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        logits, _ = decoder(ids[None])
+        logits, tolerance = decoder(ids[None])[0], TOLERANCE
+        if cache == "int8":
+            unrounded, logits = logits, decoder(ids[None], 0, decoder.new_caches(CAPACITY, torch.int8))[0]
+            # A value in the middle of two codes may be rounded to either: one of many errors of that size.
+            tolerance = (logits - unrounded).abs().max().item() / 3
+            assert TOLERANCE < tolerance < 0.02 * logits.abs().max()
     assert logits.abs().max() > 1
-    return Exported(logits[0].numpy(), ids.tolist(), str(folder / "package"))
+    return Exported(logits[0].numpy(), ids.tolist(), str(folder / "package"), tolerance)
 
 
 def _check(score: Callable, rewind: Callable, e: Exported) -> None:
     """score(tokens, chunk) appends and returns logits [n, V]; rewind(n) forgets all but n tokens."""
+    same = partial(np.testing.assert_allclose, rtol=1e-7, atol=e.tolerance)
     for length in LENGTHS:
         rewind(0)
-        np.testing.assert_allclose(score(e.ids[:length], CAPACITY), e.expected[:length], atol=TOLERANCE)
+        same(score(e.ids[:length], CAPACITY), e.expected[:length])
         rewind(length // 2)
         rest = slice(length // 2, length)
-        np.testing.assert_allclose(score(e.ids[rest], CHUNK), e.expected[rest], atol=TOLERANCE)
+        same(score(e.ids[rest], CHUNK), e.expected[rest])
     rewind(0)
     score([(i + 1) % 90 for i in e.ids], CHUNK)  # other rows, which must leave no trace
     rewind(0)
-    np.testing.assert_allclose(score(e.ids[:20], CHUNK), e.expected[:20], atol=TOLERANCE)
-    np.testing.assert_allclose(score(e.ids[20:], 1), e.expected[20:], atol=TOLERANCE)
+    same(score(e.ids[:20], CHUNK), e.expected[:20])
+    same(score(e.ids[20:], 1), e.expected[20:])
 
 
 def test_native_session_matches_the_decoder(exported):

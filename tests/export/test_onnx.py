@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from edge_qkv import files, package
+from edge_qkv.attention import quantize_rows
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
-from edge_qkv.export import onnx_stock
+from edge_qkv.export import TARGETS, onnx_stock
 from edge_qkv.export.onnx import export_onnx
+from edge_qkv.export.onnx_function import INPUTS, OUTPUTS
 from edge_qkv.export.quantize import dequantize, quantize
 from edge_qkv.model import Decoder
 
@@ -175,7 +177,99 @@ def test_fp16_cache_saturates(tmp_path):
     assert np.nanmax(np.abs(session.caches["kv.0"])) == 65504
 
 
-# ---- int4 and int8 ----
+# ---- int8 cache ----
+
+
+@pytest.mark.parametrize("window, sinks", [(0, 0), (7, 3)])
+@pytest.mark.parametrize("case", ["QKV", "Q=K-V", "GQA", "Q=K=V", "Q-MQA"])
+def test_int8_cache(case, window, sinks, tmp_path):
+    """Against a decoder that rounds the same rows to the same codes.
+
+    What differs is a value within 1e-7 of the middle between two codes, which may be rounded to either: one of
+    thousands of errors of its kind. They may make a fifth of what all rounding together makes, in the mean square.
+    """
+    checkpoint = random_checkpoint(replace(CASES[case], window=window, sinks=sinks))
+    export_onnx(checkpoint, tmp_path / "package", weights="fp32", cache="int8", run_parity=False)
+    tokens, decoder = some_tokens(checkpoint.config), checkpoint.load()
+    expected, unrounded = eager(decoder, tokens, torch.int8), eager(decoder, tokens)
+    rounding = np.sqrt(np.square(expected - unrounded).mean())
+    assert 1e-3 < rounding < 0.02 * unrounded.std()  # rows not turned back would be off by more than all of it
+    session = onnx_stock.StockSession(tmp_path / "package", CAPACITY, threads=1)
+    for chunk, decode in ((CHUNK, 5), (CAPACITY, 0)):
+        session.rewind(0)
+        difference = session.score(tokens, chunk, decode) - expected
+        assert np.sqrt(np.square(difference).mean()) < rounding / 5
+
+
+def test_the_int8_cache_holds_the_operators_rows(exported):
+    checkpoint, path = exported("Q=K-V", weights="fp32", cache="int8")
+    tokens, decoder = some_tokens(checkpoint.config, 9), checkpoint.load()
+    with torch.no_grad():
+        _, caches = decoder(torch.tensor([tokens]), 0, decoder.new_caches(9, torch.int8))
+    session = onnx_stock.StockSession(path, CAPACITY, threads=1)
+    session.score(tokens, 4, decode=1)
+    expected = [tensor.numpy() for layer in caches for tensor in layer]
+    for reference, (name, cache) in zip(expected, session.caches.items(), strict=True):
+        if "_scale" in name:
+            np.testing.assert_allclose(cache[:, :, :9], reference, rtol=2**-10)
+            assert np.isnan(cache[:, :, 9:]).all()
+        else:
+            assert cache.dtype == np.int8
+            assert (cache[:, :, :9] == reference).mean() > 0.99  # ties apart
+
+
+def test_rows_are_rounded_by_the_definition():
+    """Against arithmetic in float64, which has no ties here; and the values that arithmetic does not cover."""
+    rows = np.random.default_rng(1).normal(size=(50, 62)).astype(np.float32) * np.logspace(-3, 6, 50)[:, None]
+    rows = rows.astype(np.float32)
+    codes, scales = (t.numpy() for t in quantize_rows(torch.from_numpy(rows)))
+    largest = np.abs(rows.astype(np.float64)).max(-1) / 127
+    np.testing.assert_array_equal(scales, np.minimum(largest, 65504).astype(np.float16))
+    exact = rows / scales.astype(np.float64)[:, None]
+    np.testing.assert_array_equal(codes, np.clip(np.rint(exact), -127, 127))
+    nan, inf = float("nan"), float("inf")
+    special = [[0.0, -0.0], [1e-9, -1e-9], [nan, nan], [nan, 127.0], [inf, -1.0], [-inf, nan], [127.0, 2.5]]
+    codes, scales = quantize_rows(torch.tensor(special))
+    assert codes.tolist() == [[0, 0], [0, 0], [0, 0], [0, 127], [127, 0], [-127, 0], [127, 2]]
+    assert scales.tolist() == [0, 0, 0, 1, 65504, 65504, 1]
+
+
+# ---- windows ----
+
+
+@pytest.mark.parametrize("window, sinks", [(1, 0), (7, 0), (9, 3), (4, 15), (CAPACITY, 2)])
+@pytest.mark.parametrize("case", ["QKV", "Q=K-V", "GQA", "Q=K=V"])
+def test_windows(case, window, sinks, tmp_path):
+    """The function against the eager decoder, and that against itself without the rows that it must not see."""
+    checkpoint = random_checkpoint(replace(CASES[case], window=window, sinks=sinks, layers=1))
+    export_onnx(checkpoint, tmp_path / "package", weights="fp32", cache="fp32", run_parity=False)
+    decoder, tokens = checkpoint.load(), some_tokens(checkpoint.config)
+    expected = eager(decoder, tokens)
+    session = onnx_stock.StockSession(tmp_path / "package", CAPACITY, threads=1)
+    np.testing.assert_allclose(session.score(tokens, CHUNK, decode=6), expected, rtol=0, atol=1e-4)
+    outside = range(sinks, CAPACITY - window)
+    changed = [(token + 1) % 131 if i in outside else token for i, token in enumerate(tokens)]
+    np.testing.assert_allclose(eager(decoder, changed)[-1], expected[-1], rtol=0, atol=1e-5)
+    for seen in {0, sinks - 1} & set(range(sinks)) | {CAPACITY - window}:
+        changed = [(token + 1) % 131 if i == seen else token for i, token in enumerate(tokens)]
+        assert np.abs(eager(decoder, changed)[-1] - expected[-1]).max() > 1e-3
+
+
+def test_export_options_set_the_window(tmp_path, tiny_checkpoint):
+    options = dict(weights="fp32", cache="fp32", parity=False)
+    manifest = TARGETS["onnx"](str(tiny_checkpoint), tmp_path / "package", window=9, sinks=2, **options)
+    assert (manifest["config"]["window"], manifest["config"]["sinks"]) == (9, 2)
+    for wrong, message in (
+        ({"window": -3}, "^--window -3: .*from 0 to max_positions"),
+        ({"window": 97}, "^--window 97: .*from 0 to max_positions"),
+        ({"sinks": 4}, "^--sinks 4: .*needs a window"),
+    ):
+        with pytest.raises(InputError, match=message):
+            TARGETS["onnx"](str(tiny_checkpoint), tmp_path / "wrong", **wrong, **options)
+    assert [p.name for p in tmp_path.iterdir()] == ["package"]
+
+
+# ---- int4 and int8 weights ----
 
 
 def rounded(checkpoint: Checkpoint, weights: str, block_size: int) -> Checkpoint:
@@ -228,16 +322,23 @@ def test_the_file_describes_itself(exported):
     _, path = exported("GQA", weights="fp32", cache="fp16")
     model = onnx.load(path / "model.onnx", load_external_data=False)
     onnx.checker.check_model(str(path / "model.onnx"))
-    assert {p.key: p.value for p in model.metadata_props} == {
-        "edge_qkv.format": "1",
-        "edge_qkv.vocab_size": "131",
-        "edge_qkv.layers": "2",
-        "edge_qkv.kv_heads": "2",
-        "edge_qkv.head_dim": "12",
-        "edge_qkv.caches": "2",
-        "edge_qkv.max_positions": "40",
-        "edge_qkv.cache_type": "fp16",
-    }
+    metadata = {p.key: p.value for p in model.metadata_props}
+    assert (
+        metadata
+        | {
+            "edge_qkv.format": "2",
+            "edge_qkv.vocab_size": "131",
+            "edge_qkv.layers": "2",
+            "edge_qkv.kv_heads": "2",
+            "edge_qkv.head_dim": "12",
+            "edge_qkv.caches": "2",
+            "edge_qkv.max_positions": "40",
+            "edge_qkv.cache_type": "fp16",
+            "edge_qkv.window": "0",
+            "edge_qkv.sinks": "0",
+        }
+        == metadata
+    )
     caches = [f"{kind}.{layer}" for layer in (0, 1) for kind in ("key", "value")]
     assert [i.name for i in model.graph.input] == ["input_ids", "past", "logit_rows", *caches]
     outs = [c.replace(".", "_out.") for c in caches]
@@ -253,10 +354,40 @@ def test_the_file_describes_itself(exported):
     assert [n.op_type for n in nodes] == ["UnifiedKVAttention"] * 2
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in nodes[0].attribute}
     assert attributes.pop("scale") == pytest.approx(12**-0.5)
-    assert attributes == {"num_heads": 4, "kv_heads": 2, "rotary": b"on_read", "rotary_dim": 6}
+    rotary = {"rotary": b"on_read", "rotary_dim": 6}
+    assert attributes == {"num_heads": 4, "kv_heads": 2, "window": 0, "sinks": 0, **rotary}
     assert list(nodes[1].input[2:6]) == ["key.1", "past", "cos", "sin"]
     assert nodes[1].input[7] == "value.1"
     assert list(nodes[1].output[1:]) == ["key_out.1", "value_out.1"]
+
+
+@pytest.mark.parametrize("case, kinds, absent", [("Q-MQA", ["kv"], [2]), ("MQA", ["key", "value"], [])])
+def test_an_int8_file_describes_itself(exported, case, kinds, absent):
+    _, path = exported(case, weights="fp32", cache="int8")
+    model = onnx.load(path / "model.onnx", load_external_data=False)
+    onnx.checker.check_model(str(path / "model.onnx"))
+    assert {p.key: p.value for p in model.metadata_props}["edge_qkv.cache_type"] == "int8"
+    manifest = json.loads((path / "edge_qkv.json").read_text())
+    assert manifest["cache_bytes_per_token"] == 2 * len(kinds) * (12 + 2)
+    names = [f"{kind}{scale}.{layer}" for layer in (0, 1) for scale in ("", "_scale") for kind in kinds]
+    assert [i.name for i in model.graph.input] == ["input_ids", "past", "logit_rows", *names]
+    assert [o.name for o in model.graph.output] == ["logits", *(name.replace(".", "_out.") for name in names)]
+    for value in [*model.graph.input[3:], *model.graph.output[1:]]:
+        scale = "_scale" in value.name
+        assert _shape(value) == ([1, 1, "C"] if scale else [1, 1, "C", 12])
+        assert value.type.tensor_type.elem_type == (onnx.TensorProto.FLOAT16 if scale else onnx.TensorProto.INT8)
+    node = [n for n in model.graph.node if n.domain == "edge_qkv"][1]
+    by_input = dict(zip(INPUTS, node.input, strict=False))
+    by_output = dict(zip(OUTPUTS, node.output, strict=False))
+    assert [by_input["cache"], by_input["cache_scale"]] == [f"{kinds[0]}.1", f"{kinds[0]}_scale.1"]
+    assert [by_output["cache_out"], by_output["cache_scale_out"]] == [f"{kinds[0]}_out.1", f"{kinds[0]}_scale_out.1"]
+    assert [i for i, name in enumerate(node.output) if not name] == absent
+    if len(kinds) == 2:
+        assert [by_input["value_cache"], by_input["value_cache_scale"]] == ["value.1", "value_scale.1"]
+        assert [by_output["value_cache_out"], by_output["value_cache_scale_out"]] == [
+            "value_out.1",
+            "value_scale_out.1",
+        ]
 
 
 def _shape(value) -> list[int | str]:
@@ -314,7 +445,7 @@ def test_the_manifest(tmp_path, bytes_tokenizer):
     opened = package.Package.open(output)
     assert opened.config == config
     assert opened.stop_tokens == {bytes_tokenizer.token_to_id("<|endoftext|>")}
-    assert manifest["format"] == 1 and manifest["target"] == "onnx"
+    assert manifest["format"] == package.FORMAT and manifest["target"] == "onnx"
     assert (manifest["weights"], manifest["block_size"], manifest["cache"]) == ("fp32", None, "fp32")
     assert manifest["cache_bytes_per_token"] == 2 * 12 * 4
     assert set(manifest["files"]) == {"model.onnx", "model.onnx.data", "tokenizer.json"}
@@ -360,7 +491,7 @@ def test_a_failed_export_keeps_the_old_package(tmp_path):
     "options, message",
     [
         ({"weights": "int3"}, "--weights int3"),
-        ({"cache": "int8"}, "--cache int8"),
+        ({"cache": "int4"}, "--cache int4"),
         ({"block_size": 33}, "--block-size 33"),
         ({"weights": "fp32", "block_size": 32}, "--block-size applies"),
         ({"tokenizer": Path("no-such-tokenizer.json")}, "no-such-tokenizer.json"),

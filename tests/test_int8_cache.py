@@ -1,0 +1,86 @@
+"""What an int8 cache costs the bundled model in quality: against the same weights with an fp16 cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from edge_qkv import Session
+from edge_qkv.export import TARGETS
+from edge_qkv.recipe import HELD_TEXT
+
+WINDOW, DEPTH, CHUNK = 512, 32768, 512
+
+
+@dataclass
+class Difference:
+    perplexity_fp16: float
+    perplexity_int8: float
+    same_choice: float  # share of positions with the same likeliest token
+    divergence: float  # mean KL(fp16 || int8), nats
+
+    @property
+    def change(self) -> float:
+        return self.perplexity_int8 / self.perplexity_fp16 - 1
+
+
+@pytest.fixture(scope="module")
+def held_tokens(bundled_checkpoint) -> list[int]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(bundled_checkpoint / "tokenizer.json"))
+    return tokenizer.encode((bundled_checkpoint / HELD_TEXT).read_text(encoding="utf-8")).ids
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory, bundled_checkpoint) -> dict[str, str]:
+    """Packages of the bundled model by cache type, with weights in fp32 so that nothing else is rounded."""
+    folder = tmp_path_factory.mktemp("packages")
+    for cache in ("fp16", "int8"):
+        TARGETS["onnx"](str(bundled_checkpoint), folder / cache, weights="fp32", cache=cache, parity=False)
+    return {cache: str(folder / cache) for cache in ("fp16", "int8")}
+
+
+def measure(packages: dict[str, str], tokens: list[int], window: int) -> Difference:
+    """Both caches over `tokens` in windows, side by side a chunk at a time: all logits would be gigabytes."""
+    losses, same, divergence, count = np.zeros(2), 0, 0.0, 0
+    sessions = [Session(packages[cache], context=window, prefill_chunk=CHUNK) for cache in ("fp16", "int8")]
+    with sessions[0], sessions[1]:
+        for start in range(0, len(tokens) - 1, CHUNK):
+            chunk = tokens[start : start + CHUNK]
+            if start % window == 0:
+                for session in sessions:
+                    session.rewind(0)
+            fp16, int8 = (torch.from_numpy(session.score(chunk)).log_softmax(-1) for session in sessions)
+            targets = torch.tensor(tokens[start + 1 : start + 1 + len(chunk)])
+            fp16, int8 = fp16[: len(targets)], int8[: len(targets)]
+            losses += [F.nll_loss(scores, targets, reduction="sum").item() for scores in (fp16, int8)]
+            same += (fp16.argmax(-1) == int8.argmax(-1)).sum().item()
+            divergence += F.kl_div(int8, fp16, reduction="sum", log_target=True).item()
+            count += len(targets)
+        used = [session.memory()["cache_used"] for session in sessions]
+    assert used[1] / used[0] == (64 + 2) / (2 * 64)
+    fp16, int8 = (math.exp(loss / count) for loss in losses)
+    return Difference(fp16, int8, same / count, divergence / count)
+
+
+@pytest.mark.parametrize("window", [WINDOW, DEPTH])
+def test_perplexity_stays_within_half_a_per_cent(window, packages, held_tokens, capsys):
+    """In windows of a length it was trained on, and in one context as deep as it goes, where a late token mixes
+    tens of thousands of rounded rows. Far past its training the model is bad at its text, in either type."""
+    tokens = held_tokens[: DEPTH if window == DEPTH else len(held_tokens)]
+    assert len(tokens) > 32000
+    d = measure(packages, tokens, window)
+    with capsys.disabled():
+        print(
+            f"\nint8 cache, windows of {window}: perplexity {d.perplexity_int8:.3f}, fp16 {d.perplexity_fp16:.3f} "
+            f"({d.change:+.3%}); same choice at {d.same_choice:.2%} of positions; KL {d.divergence:.2e} nats"
+        )
+    assert abs(d.change) < 0.005
+    assert d.same_choice > 0.95
+    assert 0 < d.divergence < 0.01
