@@ -137,7 +137,10 @@ void CacheMemory::spill(const std::string& directory, int64_t length) {
                                           std::strerror(errno) +
                                           "; free space there, or name another directory.");
     }
-    map_slab(*file, slab, length);
+    if (!map_slab(*file, slab, length)) {
+      throw Error(EQKV_OUT_OF_MEMORY, "A cache cannot be mapped from a file in " + file->place + ": " +
+                                          std::strerror(errno) + "; name another directory.");
+    }
   }
   file_ = file;
   in_file_ = length;
@@ -145,32 +148,31 @@ void CacheMemory::spill(const std::string& directory, int64_t length) {
 
 void CacheMemory::map(std::shared_ptr<const RowsFile> file, int64_t length) {
   release(0);
-  const bool aligned = std::all_of(file->slabs.begin(), file->slabs.end(),
-                                   [](uint64_t offset) { return offset % page_bytes() == 0; });
-  for (int64_t slab = 0; length > 0 && slab < view_.layout.slabs(); ++slab) {
-    if (aligned) {
-      map_slab(*file, slab, length);
-    } else if (!read_all(file->file, view_.slab(slab),
-                         slab_row_bytes(slab) * static_cast<size_t>(length),
-                         file->slabs[static_cast<size_t>(slab)])) {
+  if (length == 0) return;
+  bool mapped = true;
+  for (int64_t slab = 0; slab < view_.layout.slabs(); ++slab) {
+    mapped = mapped && map_slab(*file, slab, length);
+    if (!mapped &&
+        !read_all(file->file, view_.slab(slab), slab_row_bytes(slab) * static_cast<size_t>(length),
+                  file->slabs[static_cast<size_t>(slab)])) {
       throw Error(EQKV_OUT_OF_MEMORY, "The rows in " + file->place + " cannot be read: " +
                                           (errno ? std::strerror(errno) : "the file ends too early") +
                                           ".");
     }
   }
-  file_ = aligned ? std::move(file) : nullptr;
-  in_file_ = aligned ? length : 0;
+  file_ = mapped ? std::move(file) : nullptr;
+  in_file_ = mapped ? length : 0;
 }
 
 // Linux checks all that depends on the file and on the number of mappings before it unmaps what lay
-// there: after an error the rows are still in their place.
-void CacheMemory::map_slab(const RowsFile& file, int64_t slab, int64_t length) {
+// there: where this fails the rows are still in their place.
+bool CacheMemory::map_slab(const RowsFile& file, int64_t slab, int64_t length) {
   const size_t bytes = to_whole_pages(slab_row_bytes(slab) * static_cast<size_t>(length));
-  if (mmap(view_.slab(slab), bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
-           file.file.get(), static_cast<off_t>(file.slabs[static_cast<size_t>(slab)])) == MAP_FAILED) {
-    throw Error(EQKV_OUT_OF_MEMORY, "The rows of a cache cannot be mapped from a file in " + file.place +
-                                        ": " + std::strerror(errno) + ".");
-  }
+  const uint64_t offset = file.slabs[static_cast<size_t>(slab)];
+  errno = EINVAL;  // what mmap says of a part of a page
+  return offset % page_bytes() == 0 &&
+         mmap(view_.slab(slab), bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
+              file.file.get(), static_cast<off_t>(offset)) != MAP_FAILED;
 }
 
 namespace {

@@ -96,17 +96,18 @@ class CacheMemory {
   void spill(const std::string& directory, int64_t length);
 
   // Replaces rows [0, length) by those in `file`, which must hold as many in a layout like this one, and
-  // gives the rest back. Throws Error; all rows are then undefined.
+  // gives the rest back. Where the system does not map them they are read. Throws Error; all rows are
+  // then undefined.
   void map(std::shared_ptr<const RowsFile> file, int64_t length);
 
-  // The file that rows were last mapped from, or null.
+  // The file that all rows were last mapped from, or null.
   const std::shared_ptr<const RowsFile>& file() const { return file_; }
 
  private:
   size_t slab_row_bytes(int64_t slab) const {
     return view_.layout.row_bytes(slab / view_.layout.kv_heads);
   }
-  void map_slab(const RowsFile& file, int64_t slab, int64_t length);
+  bool map_slab(const RowsFile& file, int64_t slab, int64_t length);
 
   CacheView view_;
   std::byte* base_ = nullptr;

@@ -7,8 +7,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
+#include <cstddef>
 #include <cstring>
+#include <iterator>
 
 #include "checksum.h"
 #include "error.h"
