@@ -173,6 +173,7 @@ _FUNCTIONS = {
     "eqkv_plan": [POINTER(PlanModel), POINTER(PlanOptions), POINTER(PlanInfo)],
     "eqkv_plan_package": [c_char_p, POINTER(PlanOptions), POINTER(PlanInfo), POINTER(PlanModel)],
     "eqkv_model_pack": [c_char_p, POINTER(ModelOptions)],
+    "eqkv_model_is_packed": [c_char_p, POINTER(ModelOptions), POINTER(c_int32)],
     "eqkv_model_open": [c_char_p, POINTER(ModelOptions), POINTER(c_void_p)],
     "eqkv_model_get_info": [c_void_p, POINTER(ModelInfo)],
     "eqkv_model_trim": [c_void_p, c_int],

@@ -11,6 +11,7 @@ from pathlib import Path
 from edge_qkv import _native
 from edge_qkv.errors import InputError
 from edge_qkv.package import Package
+from edge_qkv.planning import plan
 from edge_qkv.sizes import parse_size
 
 DEFAULT_CHUNK = 128
@@ -87,20 +88,15 @@ class Model(NativeObject):
             raise InputError(f"threads = {threads}: must be between 0 (one for each core) and 256")
         self._budget = 0 if memory is None else parse_size(memory, "memory")
         self.package = Package.open(package, verify=False)
-        options = _native.ModelOptions(
-            engine_library=os.fsencode(_native.onnxruntime_path()),
-            threads=threads,
-            memory=self._budget,
-            context=context or 0,
-            prefill_chunk=prefill_chunk,
-            packed_weights=None if packed is False else os.fsencode(packed or packed_directory()),
-            spill=None if spill is None else os.fsencode(spill),
-        )
-        path = os.fsencode(self.package.path)
         if self._budget:  # refused before the files are read for their hashes
-            _native.call("eqkv_model_check", path, ctypes.byref(options))
+            facts = dict(memory=self._budget, context=context, prefill_chunk=prefill_chunk, threads=threads)
+            plan(self.package, packed=is_packed(self.package, packed), **facts)
         if verify:
             self.package.verify()
+        options = _model_options(packed, threads=threads)
+        options.memory, options.context, options.prefill_chunk = self._budget, context or 0, prefill_chunk
+        options.spill = None if spill is None else os.fsencode(spill)
+        path = os.fsencode(self.package.path)
         _native.call("eqkv_model_open", path, ctypes.byref(options), ctypes.byref(self._handle))
         self.config = self.package.config
         self.info = _native.ModelInfo()
@@ -149,17 +145,30 @@ class Model(NativeObject):
 
 def pack(package: str | Path, directory: str | Path | None = None, threads: int = 0, verify: bool = True) -> Path:
     """Prepares the weights of a package for this processor, in files that models then map: they load faster, and
-    their memory is the kernel's to drop. Needs about twice the package's size in `directory` (None: edge-qkv below
-    the user's cache directory) and, once, the memory of the weights. Returns the directory; raises `InputError`.
+    their memory is the kernel's to drop.
+
+    Needs about twice the package's size in `directory` (None: `packed_directory()`) and, once, the memory of the
+    weights. Returns the directory; raises `InputError`.
     """
     checked = Package.open(package, verify)
     folder = Path(directory) if directory is not None else packed_directory()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{folder}: cannot be written ({error.strerror}); choose another --packed directory") from None
-    options = _native.ModelOptions(
-        engine_library=os.fsencode(_native.onnxruntime_path()), threads=threads, packed_weights=os.fsencode(folder)
-    )
-    _native.call("eqkv_model_pack", os.fsencode(checked.path), ctypes.byref(options))
+        raise InputError(f"{folder}: cannot be written ({error.strerror}); choose another directory") from None
+    _native.call("eqkv_model_pack", os.fsencode(checked.path), ctypes.byref(_model_options(folder, threads=threads)))
     return folder
+
+
+def is_packed(package: str | Path | Package, directory: str | Path | bool | None = None) -> bool:
+    """Whether `pack` has prepared the package for this processor in `directory` (None: `packed_directory()`)."""
+    path = package.path if isinstance(package, Package) else Path(package)
+    packed = ctypes.c_int32()
+    _native.call("eqkv_model_is_packed", os.fsencode(path), _model_options(directory), ctypes.byref(packed))
+    return bool(packed.value)
+
+
+def _model_options(packed: str | Path | bool | None, threads: int = 0) -> _native.ModelOptions:
+    folder = None if packed is False else os.fsencode(packed_directory() if packed in (None, True) else packed)
+    library = os.fsencode(_native.onnxruntime_path())
+    return _native.ModelOptions(engine_library=library, threads=threads, packed_weights=folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from edge_qkv.config import ModelConfig
+from native_build import build
 
 TINY = ModelConfig(
     vocab_size=260,
@@ -97,3 +98,15 @@ def bundled_package(tmp_path_factory, bundled_checkpoint):
         return made[weights]
 
     return package
+
+
+@pytest.fixture(scope="session")
+def tests() -> Path:
+    """Directory of the native test programs."""
+    return build("native-tests", "-DCMAKE_BUILD_TYPE=Release")
+
+
+@pytest.fixture(scope="session")
+def sanitized_tests() -> Path:
+    """The same programs under AddressSanitizer and UBSan."""
+    return build("sanitized-tests", "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DEDGE_QKV_SANITIZE=ON")

@@ -74,7 +74,7 @@ Plan plan_to_open(const std::string& path, const eqkv_model_options& given) {
   options.context = given.context;
   options.prefill_chunk = given.prefill_chunk;
   options.threads = resolved_threads(given.threads);
-  options.packed = given.packed_weights != nullptr;
+  options.packed = model_is_packed(path, engine_options(given));
   const Plan plan = plan_memory(describe_model(path).plan, options, plan_engine());
   if (!plan.over_budget.empty()) throw Error(EQKV_OVER_BUDGET, path + ": " + plan.over_budget);
   return plan;
@@ -116,6 +116,15 @@ eqkv_status eqkv_model_pack(const char* path, const eqkv_model_options* options)
     require(path, "path");
     require(options, "options");
     pack_model(path, engine_options(read_options(options, eqkv_model_options{})));
+  });
+}
+
+eqkv_status eqkv_model_is_packed(const char* path, const eqkv_model_options* options, int32_t* packed) {
+  return guarded([&] {
+    require(path, "path");
+    require(options, "options");
+    require(packed, "packed");
+    *packed = model_is_packed(path, engine_options(read_options(options, eqkv_model_options{})));
   });
 }
 

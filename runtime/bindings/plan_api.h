@@ -12,7 +12,7 @@ namespace edge_qkv {
 EngineOptions engine_options(const eqkv_model_options& options);
 
 // The plan of the package at `path`. Throws Error with EQKV_OVER_BUDGET where options.memory does not
-// hold it; nothing large has been read by then and no engine opened.
+// hold it; nothing large has been read by then.
 Plan plan_to_open(const std::string& path, const eqkv_model_options& options);
 
 }  // namespace edge_qkv

@@ -68,4 +68,8 @@ void pack_model(const std::string& path, const EngineOptions& options) {
   ort::pack_onnx(find_model_file(path), resolved);
 }
 
+bool model_is_packed(const std::string& path, const EngineOptions& options) {
+  return !options.packed_weights.empty() && ort::is_packed(find_model_file(path), options);
+}
+
 }  // namespace edge_qkv

@@ -91,4 +91,7 @@ std::unique_ptr<EngineModel> open_model(const std::string& path, const EngineOpt
 // What is interrupted leaves nothing that `open_model` would take. Throws Error.
 void pack_model(const std::string& path, const EngineOptions& options);
 
+// Whether `open_model` would take packed weights from options.packed_weights.
+bool model_is_packed(const std::string& path, const EngineOptions& options);
+
 }  // namespace edge_qkv

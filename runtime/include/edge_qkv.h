@@ -147,6 +147,10 @@ EQKV_API eqkv_status eqkv_model_open(const char* path, const eqkv_model_options*
  * they load faster and are no anonymous memory. Does nothing where that was done before. */
 EQKV_API eqkv_status eqkv_model_pack(const char* path, const eqkv_model_options* options);
 
+/* Whether that was done, by the same engine for this processor: 1, or 0. */
+EQKV_API eqkv_status eqkv_model_is_packed(const char* path, const eqkv_model_options* options,
+                                          int32_t* packed);
+
 EQKV_API void eqkv_model_close(eqkv_model* model); /* after its sessions are closed */
 
 typedef struct eqkv_model_info {

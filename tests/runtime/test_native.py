@@ -40,10 +40,17 @@ def test_attention_matches_float64_on(isa, tests):
     assert isa in done.stdout and ", 0 failed" in done.stdout
 
 
-def test_core_matches_its_description(tests):
-    done = _run(tests / "core_test")
+@pytest.mark.parametrize("build", ["tests", "sanitized_tests"])
+def test_core_matches_its_description(build, request):
+    done = _run(request.getfixturevalue(build) / "core_test")
     assert done.returncode == 0, done.stdout + done.stderr
     assert ", 0 failed" in done.stdout
+
+
+def test_attention_is_clean_under_sanitizers(sanitized_tests):
+    """On the best instruction set; a longer run than the others."""
+    done = _run(sanitized_tests / "attention_test")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_only_the_interface_is_exported():

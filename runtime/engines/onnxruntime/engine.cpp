@@ -121,4 +121,9 @@ void pack_onnx(const std::string& path, const EngineOptions& options) {
   });
 }
 
+bool is_packed(const std::string& path, const EngineOptions& options) {
+  const std::string& version = Library::open(options.library).version();
+  return !PackedWeights(options.packed_weights, describe_onnx(path).info, version).find().empty();
+}
+
 }  // namespace edge_qkv::ort

@@ -15,4 +15,7 @@ std::unique_ptr<EngineModel> open_onnx(const std::string& path, const EngineOpti
 // see packed.h. Throws Error.
 void pack_onnx(const std::string& path, const EngineOptions& options);
 
+// Whether they are there.
+bool is_packed(const std::string& path, const EngineOptions& options);
+
 }  // namespace edge_qkv::ort

@@ -1,0 +1,29 @@
+"""The native tests, built from source as pytest needs them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def build(name: str, *options: str) -> Path:
+    """The directory of the built test programs; a rebuild compiles only what changed."""
+    folder = ROOT / "build" / name
+    always = ["-DEDGE_QKV_BUILD_TESTS=ON", f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}"]
+    for command in (
+        [_tool("cmake"), "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *always, *options],
+        [_tool("cmake"), "--build", str(folder)],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def _tool(name: str) -> str:
+    """cmake and ninja come with the test extra, beside the interpreter."""
+    return shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])) or name
