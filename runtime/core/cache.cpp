@@ -120,8 +120,9 @@ void CacheMemory::changed_from(int64_t row) { in_file_ = std::min(in_file_, row)
 
 void CacheMemory::spill(const std::string& directory, int64_t length) {
   if (length == 0) return release(0);
-  // A file that another cache maps, or a snapshot, must not change.
-  const bool usable = file_ && (in_file_ >= length || (file_->temporary && file_.use_count() == 1));
+  // A file that another cache maps, or a snapshot, must not change; one in memory gives no memory back.
+  const bool usable = file_ && (!file_->in_memory || directory.empty()) &&
+                      (in_file_ >= length || (file_->temporary && file_.use_count() == 1));
   const std::shared_ptr<const RowsFile> file = usable ? file_ : make_rows_file(directory, view_);
   const int64_t first = usable ? std::min(in_file_, length) : 0;
   // Slab by slab: while one is in RAM twice the ones before it are not in RAM at all. A page that is
@@ -144,6 +145,7 @@ void CacheMemory::spill(const std::string& directory, int64_t length) {
   }
   file_ = file;
   in_file_ = length;
+  release(length);  // what an evaluation that failed left behind the rows
 }
 
 void CacheMemory::map(std::shared_ptr<const RowsFile> file, int64_t length) {

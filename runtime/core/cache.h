@@ -89,10 +89,10 @@ class CacheMemory {
   // the rows behind those that it spilled before; only who changes rows in place has to say so.
   void changed_from(int64_t row);
 
-  // Moves rows [0, length) to a file without a name in `directory` (empty: in memory) and maps them from
-  // there: afterwards no page of them is in RAM. Where that file is from an earlier call and only this
-  // cache uses it, the rows that are unchanged since are not written again, nor are those of a file
-  // given to `map`. Throws Error; the rows are then as before.
+  // Moves rows [0, length) to a file without a name in `directory` (empty: in memory), maps them from
+  // there and gives the rest back: afterwards no page is in RAM. Where the rows are in a file already,
+  // those that are unchanged are not written again, unless another cache uses that file or it is a
+  // snapshot, and some did change; then all go to a new one. Throws Error; the rows are then as before.
   void spill(const std::string& directory, int64_t length);
 
   // Replaces rows [0, length) by those in `file`, which must hold as many in a layout like this one, and

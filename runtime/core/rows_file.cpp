@@ -41,9 +41,10 @@ File without_name(const std::string& directory) {
 
 std::shared_ptr<const RowsFile> make_rows_file(const std::string& directory, const CacheView& view) {
   auto rows = std::make_shared<RowsFile>();
-  rows->file = directory.empty() ? in_memory() : without_name(directory);
-  rows->place = directory.empty() ? "memory" : directory;
   rows->temporary = true;
+  rows->in_memory = directory.empty();
+  rows->file = rows->in_memory ? in_memory() : without_name(directory);
+  rows->place = rows->in_memory ? "memory" : directory;
   if (!rows->file) {
     throw Error(EQKV_INVALID_ARGUMENT, "A cache cannot be moved to a file in " + rows->place + ": " +
                                            std::strerror(errno) +

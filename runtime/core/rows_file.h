@@ -18,6 +18,7 @@ struct RowsFile {
   std::vector<uint64_t> slabs;  // [layout.slabs()]: where each starts in the file
   std::string place;            // for messages: the directory, or the path
   bool temporary = false;       // of this process: its only cache may write rows again
+  bool in_memory = false;       // and in no directory
 };
 
 // A file without a name, gone with its last use, that has room for every row of `view` and holds none

@@ -196,6 +196,29 @@ TEST(spill, "a spilled cache takes no memory, reads as before and can be written
   EXPECT(directory.empty());
 }
 
+TEST(left_behind, "a spill also gives back what lies behind the rows") {
+  const TemporaryDirectory directory;
+  CacheMemory cache(kLayouts[2], 3000);
+  fill_with_noise(cache.view(), 0, 2500, 1);
+  cache.spill(directory.path(), 1000);
+  EXPECT(cache.committed_bytes() == 0);
+  EXPECT(holds_noise(cache.view(), 0, 1000, 1));
+}
+
+TEST(out_of_memory, "rows that were spilled into memory move on to a directory") {
+  const TemporaryDirectory directory;
+  CacheMemory cache(kLayouts[2], 3000);
+  fill_with_noise(cache.view(), 0, 2000, 1);
+  cache.spill("", 2000);
+  EXPECT(cache.file()->in_memory);
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "/absent", cache.spill("/absent", 2000));
+  cache.spill(directory.path(), 2000);
+  EXPECT(!cache.file()->in_memory && cache.committed_bytes() == 0);
+  EXPECT(holds_noise(cache.view(), 0, 2000, 1));
+  cache.spill("", 2000);  // of no use: they stay there
+  EXPECT(!cache.file()->in_memory);
+}
+
 TEST(spilled_memory, "the rows of a spilled cache are no anonymous memory, read or not") {
   const TemporaryDirectory directory;
   CacheMemory cache(layout(CacheType::kFloat16, 2, 1, 64), 1 << 17);  // 32 MiB
