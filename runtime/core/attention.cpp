@@ -339,9 +339,12 @@ size_t attention_workspace_bytes(const AttentionParams& params, size_t tasks) {
 
 void attention(const AttentionParams& params, void* workspace, size_t tasks, ThreadPool pool) {
   if (params.tokens == 0) return;
+  AttentionParams p = params;
+  p.window = std::min(p.window, p.capacity);  // the same sight, in numbers that can be added to rows
+  p.sinks = std::min(p.sinks, p.capacity);
   const Kernel& kernel = active_kernel();
-  const WorkPlan plan = make_plan(params, kernel.lanes);
-  Call(params, plan, kernel, workspace).run(useful_tasks(plan, tasks), pool);
+  const WorkPlan plan = make_plan(p, kernel.lanes);
+  Call(p, plan, kernel, workspace).run(useful_tasks(plan, tasks), pool);
 }
 
 }  // namespace edge_qkv

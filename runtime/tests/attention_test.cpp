@@ -157,8 +157,9 @@ bool batches(Pool& pool) {
 bool windows(Pool& pool) {
   constexpr struct {
     int64_t window, sinks;
-  } kSights[] = {{1, 0},    {1, 1},    {3, 4},    {63, 0},      {64, 64},  {65, 1},     {20, 90},
-                 {130, 70}, {1023, 0}, {1024, 4}, {1500, 1030}, {2049, 3}, {1 << 30, 7}};
+  } kSights[] = {{1, 0},       {1, 1},    {3, 4},         {63, 0},       {64, 64},
+                 {65, 1},      {20, 90},  {130, 70},      {1023, 0},     {1024, 4},
+                 {1500, 1030}, {2049, 3}, {INT64_MAX, 7}, {9, INT64_MAX}};
   std::vector<Case> cases;
   size_t next = 0;
   for (const auto& sight : kSights) {
