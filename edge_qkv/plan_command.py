@@ -190,9 +190,7 @@ def _print_devices(
             )
         )
     print(table(cells, ("device", "for an app", "fp16 tokens", "int8 tokens", "left", "decode at most")))
-    print(
-        "\ndecode at most: tokens/s, memory bandwidth over the bytes read for a token at that context; an upper bound"
-    )
+    print("\ndecode at most: tokens/s, an upper bound: memory bandwidth over the bytes that a token reads there")
     if name != "all":
         for figure in ("memory", "app_memory", "cores", "bandwidth"):
             print(f"{figure}: {known[name][figure]['source']}")

@@ -48,7 +48,7 @@ def touch_model_files(*folders: str) -> None:
         if any(path.strip().startswith(os.path.abspath(folder) + "/") for folder in folders):
             begin, end = (int(x, 16) for x in span.split("-"))
             for address in range(begin, end, 4096):
-                ctypes.c_ubyte.from_address(address).value
+                ctypes.string_at(address, 1)
 
 
 def main(package: str, context: int, packed: str | None = None) -> dict:
