@@ -1,4 +1,4 @@
-"""The command line: `edge-qkv export | run | inspect | train | demo`."""
+"""The command line: `edge-qkv export | run | inspect | plan | train | demo`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from edge_qkv import __version__, run_command
+from edge_qkv import __version__, plan_command, run_command
 from edge_qkv.config import CACHE_BYTES, POSITIONS, QUERY
 from edge_qkv.errors import Cancelled, EdgeQKVError, InputError
 
@@ -20,6 +20,7 @@ examples:
   edge-qkv export checkpoint.pt --output model --tokenizer tokenizer.json
   edge-qkv run model --prompt "Once upon a time"
   edge-qkv inspect random:1.2B/Q-MQA
+  edge-qkv plan model --memory 512MB
   edge-qkv train --data corpus.txt --output checkpoint --variant Q-MQA
   edge-qkv demo
 """
@@ -141,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     added = command("inspect", _inspect, "Show config, sizes and cache table of a checkpoint or package.")
     added.add_argument("path", help="package, checkpoint, or random:PRESET such as random:1.2B/Q-MQA")
     added.add_argument("--json", action="store_true", help="print JSON")
+    _add_plan(command("plan", plan_command.run, plan_command.SUMMARY))
     _add_train(command("train", _train, "Train a small model on a text file; stop it and it goes on where it was."))
     added = command("demo", _demo, "Export the bundled model to int4 and int8, write text, and show the memory table.")
     added.add_argument("--output", type=Path, default=Path("demo"), help="directory for the packages")
@@ -170,6 +172,11 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     add("--parity-text", type=Path, help="held-out text to compare on; default: the checkpoint's own, or random tokens")
     add("--no-parity", action="store_true", help="skip the comparison with the checkpoint")
     add("--json", action="store_true", help="print the manifest as JSON")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, plan_command.EPILOG
+    plan_command.add_options(parser)
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:

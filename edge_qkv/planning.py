@@ -50,6 +50,7 @@ class Plan:
     total: int
     anonymous: int
     weight_bytes: int  # of the model's files on disk
+    matrix_bytes: int  # of these, what each token is multiplied by
     memory: int | None = None  # the budget, when there is one
 
     @property
@@ -111,7 +112,7 @@ def plan(
         _native.call("eqkv_plan_package", path, ctypes.byref(options), *outs)
     values = {name: getattr(info, name) for name, _ in info._fields_ if name != "struct_size"}
     values["cache_type"] = info.cache_type.decode()
-    return Plan(**values, weight_bytes=facts.weight_bytes, memory=allowed)
+    return Plan(**values, weight_bytes=facts.weight_bytes, matrix_bytes=facts.matrix_bytes, memory=allowed)
 
 
 def fits(model: str | Path | Package | ModelConfig, **options) -> Plan | None:

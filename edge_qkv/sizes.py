@@ -22,10 +22,10 @@ def parse_size(value: int | str, name: str = "memory") -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         count = value
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value, re.ASCII) if isinstance(value, str) else None
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value), re.ASCII)
         units = {unit.lower(): factor for unit, factor in UNITS.items()}
         if match is None or match[2].lower() not in units:
-            raise InputError(f"{name} = {str(value)[:40]!r}: is no size; write it as 512MB, 1.5GiB or a number of bytes")
+            raise InputError(f"{name} = {str(value)[:40]!r}: is no size; write 512MB, 1.5GiB or a number of bytes")
         digits, _, fraction = match[1].partition(".")
         factor = units[match[2].lower()]
         count = int(digits[:20]) * factor + int(fraction[:12] or 0) * factor // 10 ** len(fraction[:12])

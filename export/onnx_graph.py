@@ -135,9 +135,7 @@ def fill(model: ir.Model, tensor_of: Callable[[str], ir.TensorProtocol]) -> None
             value.const_value = tensor_of(name)
 
 
-def finish(
-    model: ir.Model, config: ModelConfig, cache: str, producer_version: str, stored: Mapping[str, int]
-) -> None:
+def finish(model: ir.Model, config: ModelConfig, cache: str, producer_version: str, stored: Mapping[str, int]) -> None:
     """Adds the operator's function, and the metadata from which the runtime plans without any other file.
 
     stored: how the weights are stored (`weight_bits`, `block_size`, `matrix_bytes`, `table_bytes`).

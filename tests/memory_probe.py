@@ -48,7 +48,7 @@ def touch_model_files(*folders: str) -> None:
         if any(path.strip().startswith(os.path.abspath(folder) + "/") for folder in folders):
             begin, end = (int(x, 16) for x in span.split("-"))
             for address in range(begin, end, 4096):
-                ctypes.c_ubyte.from_address(address).value
+                ctypes.string_at(address, 1)
 
 
 def main(package: str, context: int, packed: str | None = None) -> dict:
@@ -75,10 +75,10 @@ def main(package: str, context: int, packed: str | None = None) -> dict:
     evaluate(chunk)
     first = {"resident": rollup("Rss") - before, "anonymous": rollup("Anonymous") - before_anonymous}
     if context > 2 * CHUNK + 1:
-        _native.call("eqkv_session_fill", session, context - CHUNK - 1, 7)
-        evaluate(CHUNK)
+        _native.call("eqkv_session_fill", session, context - chunk - 1, 7)
+        touch_model_files(package, *([packed] if packed else []))
+        evaluate(chunk)
     evaluate(1)
-    touch_model_files(package, *([packed] if packed else []))
     sampler.stopped = True
     sampler.join()
     anonymous = max(sampler.peak, rollup("Anonymous"))

@@ -103,9 +103,10 @@ Plan plan_for(const PlanModel& model, const PlanOptions& options, int64_t contex
                    sizeof(int32_t) * static_cast<uint64_t>(context) +
                    std::max(attention_bytes(model, context, exact.prefill_chunk, exact.threads),
                             attention_bytes(model, context, 1, exact.threads));
+  if (costs.loading > plan.cache) plan.workspace = std::max(plan.workspace, costs.loading - plan.cache);
   plan.engine_file = costs.code;
   plan.engine_anonymous = costs.structures;
-  plan.margin = costs.margin;
+  plan.margin = costs.margin + plan.expected() / costs.margin_share;
   return plan;
 }
 

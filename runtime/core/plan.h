@@ -45,7 +45,9 @@ struct EngineCosts {
   uint64_t workspace = 0;          // of one evaluation of a chunk, attention and logits excepted
   uint64_t code = 0;               // pages of its library
   uint64_t structures = 0;         // what it allocates beside the weights, and its threads
-  uint64_t margin = 0;             // what measurements differ by
+  uint64_t loading = 0;            // while it loads, beside its weights and structures
+  uint64_t margin = 0;             // what measurements differ by,
+  uint64_t margin_share = 100;     // and besides, one part in so many
 };
 
 // How an engine counts. Both are given sound models and options without zeros, the context excepted.
@@ -59,7 +61,9 @@ struct Plan {
   int64_t prefill_chunk = 0;
   int threads = 1;
   CacheType cache_type = CacheType::kFloat16;
-  uint64_t weights_file = 0, weights_anonymous = 0, cache = 0, workspace = 0;
+  uint64_t weights_file = 0, weights_anonymous = 0, cache = 0;
+  uint64_t workspace =
+      0;  // of an evaluation; more where loading needs more than the full cache and that
   uint64_t engine_file = 0, engine_anonymous = 0;
   uint64_t margin = 0;
   std::string over_budget;  // one sentence or more, where the budget does not hold it; else empty

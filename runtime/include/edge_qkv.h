@@ -104,7 +104,7 @@ typedef struct eqkv_plan_info {
   uint64_t weights_file;      /* pages of files: the kernel can drop them and read them again */
   uint64_t weights_anonymous; /* the engine's own copies */
   uint64_t cache;             /* at full context */
-  uint64_t workspace;         /* of one evaluation of a prefill chunk */
+  uint64_t workspace;         /* of one evaluation of a prefill chunk, or of loading where that is more */
   uint64_t engine_file;       /* code of the engine */
   uint64_t engine_anonymous;  /* its structures and threads */
   uint64_t expected;          /* the sum of the above: the peak at full context */

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "core/error.h"
 #include "core/session.h"
 #include "engines/engine.h"
 

@@ -5,12 +5,23 @@
 namespace edge_qkv::ort {
 namespace {
 
-constexpr uint64_t kMB = 1'000'000;
-constexpr uint64_t kCode = 34 * kMB;
-constexpr uint64_t kStructures = 10 * kMB;
-constexpr uint64_t kStructuresPerLayer = 200'000;
-constexpr uint64_t kStructuresPerThread = 300'000;
-constexpr uint64_t kMargin = 8 * kMB;
+// Measured with tests/memory_probe.py: ONNX Runtime 1.32.0, Linux x86-64 with AVX-512, 2 threads, int4
+// weights; the bundled model (8 layers, width 256) and 1.2B Q-MQA (22 layers, width 2048), packed and
+// not.
+constexpr uint64_t kKB = 1'000, kMB = 1'000'000;
+// Pages of libonnxruntime and of what it brings along that are read: 20 to 22 MB with either model.
+constexpr uint64_t kCode = 21 * kMB;
+// Right after loading, without the weights: 10.1 MB with 8 layers, 11.8 MB with 22; its relocated data,
+// nodes, tables of kernels. A thread has a stack and buffers of its own (estimated from one thread more
+// or less).
+constexpr uint64_t kStructures = 8'700 * kKB, kStructuresPerLayer = 120 * kKB,
+                   kStructuresPerThread = 200 * kKB;
+// Results alive at once in a chunk, in float32 values a token: three of the model's width and, for each
+// matrix of the MLP, one and a half of its width (a rounded copy, and what the allocator keeps).
+// Fits 15.7 MB at 1.2B and 2.0 MB of the bundled model, at 128 tokens.
+constexpr uint64_t kWidths = 3, kHalfMlpWidths = 3;
+// Measurements of one model differ by up to 4 MB, and by 1 % from the sums here.
+constexpr uint64_t kMargin = 5 * kMB, kMarginShare = 50;
 
 // A block of a quantised matrix is codes and a float32 scale (MatMulNBits); a head has 8 bits.
 constexpr int kScaleBytes = 4, kHeadBits = 8, kInt4Bits = 4, kDefaultBlock = 128;
@@ -25,28 +36,46 @@ uint64_t head_bytes(const PlanModel& m) {
                  m.block_size);
 }
 
-// The matrices as the kernels read them. Float ones keep their size; quantised ones get a sum beside
-// each scale (MLAS, accuracy level 4).
-uint64_t repacked_bytes(const PlanModel& m) {
-  if (m.weight_bits == 32) return m.matrix_bytes;
+// The scales alone. They stay mapped beside the repacked matrices, which hold them too.
+uint64_t scale_bytes(const PlanModel& m) {
+  if (m.weight_bits == 32) return 0;
   const uint64_t size = static_cast<uint64_t>(m.block_size), bits = static_cast<uint64_t>(m.weight_bits);
   const uint64_t head = std::min(head_bytes(m), m.matrix_bytes), layers = m.matrix_bytes - head;
-  const uint64_t blocks = layers / (size * bits / 8 + kScaleBytes) + head / (size + kScaleBytes);
-  return m.matrix_bytes + blocks * kScaleBytes;
+  return (layers / (size * bits / 8 + kScaleBytes) + head / (size + kScaleBytes)) * kScaleBytes;
+}
+
+// The matrices as the kernels read them. Float ones keep their size; quantised ones get a sum beside
+// each scale (MLAS, accuracy level 4). Read off the sizes in a packed file: exact but for 126 bytes a
+// matrix.
+uint64_t repacked_bytes(const PlanModel& m) { return m.matrix_bytes + scale_bytes(m); }
+
+// While it loads, ONNX Runtime repacks also what is packed, to compare the two, one matrix after the
+// other. The largest is a matrix of the MLP or a part of the head (8,192 rows, see
+// export/onnx_weights.py), and is there one and a half times: 27.8 MB were measured where it has 17.8.
+uint64_t loading_bytes(const PlanModel& m) {
+  constexpr uint64_t kHeadRows = 8192;
+  const uint64_t width = static_cast<uint64_t>(m.width), mlp = static_cast<uint64_t>(m.mlp_width);
+  const uint64_t rows = static_cast<uint64_t>(m.vocab_size);
+  if (m.weight_bits == 32) return 0;
+  const uint64_t head = blocked(std::min(rows, kHeadRows), width, kHeadBits, m.block_size);
+  return std::max(head, blocked(mlp, width, m.weight_bits, m.block_size)) * 3 / 2;
 }
 
 EngineCosts costs(const PlanModel& m, const PlanOptions& options) {
   const uint64_t repacked = repacked_bytes(m), tokens = static_cast<uint64_t>(options.prefill_chunk);
   const uint64_t width = static_cast<uint64_t>(m.width), mlp = static_cast<uint64_t>(m.mlp_width);
+  const uint64_t values =
+      kWidths * width + static_cast<uint64_t>(m.mlp_matrices) * mlp * kHalfMlpWidths / 2;
   EngineCosts costs;
-  costs.weights_file = m.table_bytes + (options.packed ? repacked : 0);
+  costs.weights_file = m.table_bytes + scale_bytes(m) + (options.packed ? repacked : 0);
   costs.weights_anonymous = options.packed ? 0 : repacked;
-  const uint64_t values = 3 * width + static_cast<uint64_t>(m.mlp_matrices - 1) * mlp;
-  costs.workspace = tokens * (values * sizeof(float) + mlp);
+  costs.workspace = tokens * values * sizeof(float);
+  costs.loading = loading_bytes(m);
   costs.code = kCode;
   costs.structures = kStructures + kStructuresPerLayer * static_cast<uint64_t>(m.cache.layers) +
                      kStructuresPerThread * static_cast<uint64_t>(options.threads);
   costs.margin = kMargin;
+  costs.margin_share = kMarginShare;
   return costs;
 }
 

@@ -139,6 +139,7 @@ void PackedWeights::write_marker(const std::string& folder) const {
   bool good = file && std::fwrite(text.data(), 1, text.size(), file) == text.size();
   if (file) good = std::fclose(file) == 0 && good;
   for (const char* name : {kGraph, kData, kMarker}) good = good && on_disk(folder + "/" + name);
+  good = good && chmod(folder.c_str(), 0755) == 0;  // other users' processes may map it too
   if (!good || !on_disk(folder)) refuse(directory_, std::strerror(errno));
 }
 

@@ -1,0 +1,213 @@
+"""`edge-qkv plan`: what a model needs of memory, and what fits where."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from edge_qkv.config import CACHE_BYTES, ModelConfig
+from edge_qkv.errors import InputError
+from edge_qkv.package import MANIFEST, Package
+from edge_qkv.planning import BLOCK_SIZES, WEIGHT_BITS, Plan, fits, plan
+from edge_qkv.presets import PRESETS, VARIANTS, apply_variant, preset
+from edge_qkv.sizes import parse_size
+from edge_qkv.tables import size, table
+
+SUMMARY = "Plan memory: what a model needs at a context, and the longest context that a budget holds."
+EPILOG = """\
+examples:
+  edge-qkv plan model --memory 1GB                      the longest context that 1 GB holds
+  edge-qkv plan model --context 32768                   what 32,768 tokens need, part by part
+  edge-qkv plan model --context 32768 --memory 512MB    does it fit? if not, exit code 2 and what would
+  edge-qkv plan 1.2B/Q-MQA --budget min --context max   a published size, before anything is trained
+  edge-qkv plan 1.2B/Q-MQA --device all                 phones and boards: the longest context of each
+  edge-qkv plan 1.2B --variants                         the cache of all eight ways to share keys and values
+
+MB is 1,000,000 bytes and MiB 1,048,576. A total is memory beyond what the process has without the runtime.
+"""
+# Bytes of a Plan that make up `expected`: field, what it is, whether the kernel can drop its pages.
+_PARTS = (
+    ("weights_file", "weights, mapped from files", True),
+    ("weights_anonymous", "weights, the engine's own copies", False),
+    ("cache", "cache at full context", False),
+    ("workspace", "workspace of a prefill chunk", False),
+    ("engine_file", "engine, its code", True),
+    ("engine_anonymous", "engine, its structures and threads", False),
+)
+_GROUPS = 4, 8  # kv heads of the grouped variants of arXiv 2606.04032, by the number of heads: 16, and more
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", help="package, checkpoint, random:1.2B/Q-MQA, or a published size such as 300M or 1.2B/Q-GQA-4")
+    add("--memory", "--budget", metavar="BYTES", help="budget as 512MB or 1.5GiB; min: the least that is needed")
+    add("--context", default="max", metavar="N", help="tokens; max: the longest that the budget holds")
+    add("--cache", choices=tuple(CACHE_BYTES), help="cache type; default: the package's, else fp16")
+    add("--weights", choices=tuple(WEIGHT_BITS), help="of a model that is not exported yet; default: int4")
+    add("--block-size", type=int, choices=BLOCK_SIZES, help="weights that share a scale; default: 128")
+    add("--prefill-chunk", type=int, default=0, help="prompt tokens evaluated at once; 0: 128")
+    add("--threads", type=int, default=0, help="0: one for each core of this machine")
+    add("--packed", action=argparse.BooleanOptionalAction, default=False, help="weights packed for the processor")
+    add("--device", metavar="NAME", help=f"what fits on a device: {', '.join(devices())}, or all")
+    add("--variants", action="store_true", help="cache bytes of all variants of the model")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    model = _model(arguments.model)
+    config = model.config if isinstance(model, Package) else model
+    if isinstance(model, Package) and (arguments.weights or arguments.block_size):
+        raise InputError("--weights and --block-size are for models that are not exported yet; a package has its own")
+    memory = arguments.memory
+    memory = memory if memory in (None, "min") else parse_size(memory, "--memory")
+    context = _context(arguments.context)
+    if arguments.variants:
+        return _print_variants(config, context, arguments.json)
+    options: dict[str, Any] = dict(
+        cache=arguments.cache,
+        weights=arguments.weights or "int4",
+        block_size=arguments.block_size,
+        prefill_chunk=arguments.prefill_chunk,
+        packed=arguments.packed,
+    )
+    if arguments.device:
+        return _print_devices(model, arguments.device, context, options, arguments.json)
+    made = plan(model, memory=memory, context=context, threads=arguments.threads, **options)
+    if memory == "min":
+        made = replace(made, memory=made.total)
+    if arguments.json:
+        print(json.dumps(asdict(made) | {"left": made.left}, indent=2))
+    else:
+        print(describe(arguments.model, made))
+
+
+def describe(name: str, made: Plan) -> str:
+    """A plan as a table: each part, file-backed and anonymous apart."""
+    rows = []
+    for field, what, dropped in _PARTS:
+        count = getattr(made, field)
+        rows.append((what, *((f"{count:,}", "") if dropped else ("", f"{count:,}")), size(count)))
+    rows.append(("margin of measurement", "", f"{made.margin:,}", size(made.margin)))
+    rows.append(("total", f"{made.total - made.anonymous:,}", f"{made.anonymous:,}", size(made.total)))
+    head = (
+        f"{name}: {made.context:,} tokens, {made.cache_type} cache, chunks of {made.prefill_chunk}, "
+        f"{made.threads} threads; total {made.total:,} bytes"
+    )
+    lines = [head, "", table(rows, ("bytes", "file-backed", "anonymous", "together"))]
+    if made.memory is not None:
+        lines.append(f"\nbudget {made.memory:,} bytes ({size(made.memory)}), left {made.left:,} ({size(made.left)})")
+    return "\n".join(lines)
+
+
+def devices() -> dict[str, dict[str, Any]]:
+    """The presets: each figure beside its source."""
+    return json.loads(files("edge_qkv").joinpath("devices.json").read_text(encoding="utf-8"))
+
+
+def _model(name: str) -> Package | ModelConfig:
+    if (Path(name) / MANIFEST).exists():
+        return Package.open(name, verify=False)
+    if name.partition("/")[0] in PRESETS and not Path(name).exists():
+        return preset(name)
+    from edge_qkv.checkpoints import read_checkpoint
+
+    return read_checkpoint(name).config
+
+
+def _context(text: str) -> int | str:
+    if text == "max":
+        return text
+    digits = text.replace(",", "")
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 12 and int(digits) > 0):
+        raise InputError(f"--context {text[:40]}: must be a number of tokens, or max")
+    return int(digits)
+
+
+# ---- variants ----
+
+
+def variant_table(config: ModelConfig, tokens: int) -> list[dict[str, int | str]]:
+    """Cache bytes of the eight variants of arXiv 2606.04032 for a model of this size, at `tokens` tokens."""
+    grouped = _GROUPS[0] if config.heads <= 16 else _GROUPS[1]
+    rows = []
+    for name, (_, heads) in VARIANTS.items():
+        groups = _GROUPS[0] if name.startswith("Q-") else grouped
+        full = f"{name}-{groups}" if heads == "some" else name
+        if heads == "some" and config.heads % groups:
+            continue
+        varied = apply_variant(replace(config, query="projected"), full)
+        rows.append({"variant": full} | {cache: varied.cache_bytes(tokens, cache) for cache in ("fp16", "int8")})
+    return rows
+
+
+def _print_variants(config: ModelConfig, context: int | str, as_json: bool) -> None:
+    tokens = config.max_positions if context == "max" else int(context)
+    rows = variant_table(config, tokens)
+    if as_json:
+        print(json.dumps({"context": tokens, "variants": rows}, indent=2))
+        return
+    most = rows[0]["fp16"]
+    cells = [
+        (row["variant"], *(f"{row[c]:,} ({size(row[c])})" for c in ("fp16", "int8")), f"{most / row['fp16']:.0f}x")
+        for row in rows
+    ]
+    print(table(cells, (f"cache, {tokens:,} tokens", "fp16", "int8", "QKV/this")))
+
+
+# ---- devices ----
+
+
+def _print_devices(
+    model: Package | ModelConfig, name: str, context: int | str, options: dict[str, Any], as_json: bool
+) -> None:
+    known = devices()
+    if name != "all" and name not in known:
+        raise InputError(f"--device {name}: is not known; choose one of {', '.join(known)}, or all")
+    rows = [_on_device(model, key, known[key], context, options) for key in (known if name == "all" else [name])]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    if all(not row[cache] for row in rows for cache in ("fp16", "int8")):
+        raise InputError(
+            f"{name}: {size(rows[0]['app_memory'])} for one app do not hold this model; "
+            "`edge-qkv plan MODEL --budget min` says what it needs"
+        )
+    cells = []
+    for row in rows:
+        fp16, int8 = row["fp16"], row["int8"]
+        best = fp16 or int8
+        cells.append(
+            (
+                row["name"],
+                size(row["app_memory"]),
+                *(f"{p['context']:,}" if p else "does not fit" for p in (fp16, int8)),
+                size(best["left"]) if best else "",
+                f"{best['tokens_per_second_bound']:.0f}" if best else "",
+            )
+        )
+    print(table(cells, ("device", "for an app", "fp16 tokens", "int8 tokens", "left", "decode at most")))
+    print("\ndecode at most: tokens/s, an upper bound: memory bandwidth over the bytes that a token reads there")
+    if name != "all":
+        for figure in ("memory", "app_memory", "cores", "bandwidth"):
+            print(f"{figure}: {known[name][figure]['source']}")
+
+
+def _on_device(
+    model: Package | ModelConfig, key: str, device: dict[str, Any], context: int | str, options: dict[str, Any]
+) -> dict[str, Any]:
+    memory, cores = device["app_memory"]["bytes"], device["cores"]["count"]
+    row: dict[str, Any] = {"device": key, "name": device["name"], "app_memory": memory}
+    for cache in ("fp16", "int8"):
+        held = fits(model, memory=memory, context=context, threads=cores, **options | {"cache": cache})
+        row[cache] = held and {
+            "context": held.context,
+            "total": held.total,
+            "left": held.left,
+            # A token reads every matrix and the whole cache; of the tables a row.
+            "tokens_per_second_bound": device["bandwidth"]["bytes_per_second"] / (held.matrix_bytes + held.cache),
+        }
+    return row

@@ -1,0 +1,198 @@
+// The plan's arithmetic and its one message, on an engine whose costs can be seen through.
+#include "core/plan.h"
+
+#include <cstdint>
+#include <string>
+
+#include "engines/engine.h"
+#include "test.h"
+
+using namespace edge_qkv;
+
+namespace {
+
+constexpr uint64_t kMB = 1'000'000;
+
+EngineCosts plain_costs(const PlanModel& m, const PlanOptions& options) {
+  EngineCosts costs;
+  costs.weights_file =
+      m.table_bytes + (options.packed ? m.matrix_bytes / 2 : 0);  // as if packing saved half
+  costs.weights_anonymous = options.packed ? 0 : m.matrix_bytes;
+  costs.workspace = static_cast<uint64_t>(options.prefill_chunk) * 100'000;
+  costs.code = 20 * kMB;
+  costs.structures = 10 * kMB;
+  costs.margin = 3 * kMB;
+  costs.margin_share = 1'000'000'000;
+  return costs;
+}
+
+PlanModel eighth(const PlanModel& m) {
+  PlanModel changed = m;
+  changed.weight_bits = 4;
+  changed.block_size = 128;
+  changed.matrix_bytes /= 8;
+  return changed;
+}
+
+constexpr PlanEngine kPlain = {plain_costs, eighth};
+
+// 22 layers of one kv head of 64: 2,816 bytes a token in fp16.
+PlanModel model() {
+  PlanModel m;
+  m.cache = {CacheType::kFloat16, 22, 1, 1, 64};
+  m.heads = 32;
+  m.width = 2048;
+  m.mlp_width = 8192;
+  m.vocab_size = 50'304;
+  m.max_positions = 32'768;
+  m.weight_bytes = 900 * kMB;
+  m.matrix_bytes = 800 * kMB;
+  m.table_bytes = 100 * kMB;
+  m.weight_bits = 8;
+  m.block_size = 128;
+  return m;
+}
+
+PlanOptions with(uint64_t memory, int64_t context, int64_t chunk = 0) {
+  PlanOptions options;
+  options.memory = memory;
+  options.context = context;
+  options.prefill_chunk = chunk;
+  return options;
+}
+
+bool says(const Plan& plan, const std::string& words) {
+  return plan.over_budget.find(words) != std::string::npos;
+}
+
+}  // namespace
+
+TEST(exact_cache, "the cache is exact in every type, scales included") {
+  PlanModel m = model();
+  EXPECT(plan_memory(m, with(0, 32'768), kPlain).cache == 92'274'688);
+  m.cache.type = CacheType::kFloat32;
+  EXPECT(plan_memory(m, with(0, 32'768), kPlain).cache == 184'549'376);
+  m.cache.type = CacheType::kInt8;
+  EXPECT(plan_memory(m, with(0, 32'768), kPlain).cache == 22 * (64 + 2) * uint64_t{32'768});
+}
+
+TEST(sums, "the parts add up, and what a file backs is not anonymous") {
+  const Plan p = plan_memory(model(), with(0, 1000, 10), kPlain);
+  EXPECT(p.weights_file == 100 * kMB && p.weights_anonymous == 800 * kMB);
+  EXPECT(p.workspace > 1 * kMB && p.workspace < 5 * kMB);
+  EXPECT(p.expected() == 930 * kMB + p.cache + p.workspace);
+  EXPECT(p.total() == p.expected() + 3 * kMB);
+  EXPECT(p.total() - p.anonymous() == 120 * kMB);
+}
+
+TEST(monotonic, "more context or a larger chunk never needs less") {
+  uint64_t last = 0;
+  for (int64_t context = 1; context <= 32'768; context += context < 600 ? 1 : 517) {
+    const uint64_t total = plan_memory(model(), with(0, context), kPlain).total();
+    EXPECT(total >= last);
+    last = total;
+  }
+  last = 0;
+  for (int64_t chunk = 1; chunk <= 4096; chunk *= 2) {
+    const uint64_t total = plan_memory(model(), with(0, 32'768, chunk), kPlain).total();
+    EXPECT(total > last);
+    last = total;
+  }
+}
+
+TEST(inverse, "the longest context of a budget and the least budget of a context are inverse") {
+  for (const int64_t context :
+       {int64_t{1}, int64_t{127}, int64_t{129}, int64_t{5000}, int64_t{32'767}}) {
+    const uint64_t least = plan_memory(model(), with(0, context), kPlain).total();
+    EXPECT(plan_memory(model(), with(least, context), kPlain).over_budget.empty());
+    EXPECT(plan_memory(model(), with(least, 0), kPlain).context == context);
+    EXPECT(!plan_memory(model(), with(least - 1, context), kPlain).over_budget.empty());
+    const Plan below = plan_memory(model(), with(least - 1, 0), kPlain);
+    EXPECT(context == 1 ? !below.over_budget.empty() : below.context == context - 1);
+  }
+  EXPECT(plan_memory(model(), with(0, 0), kPlain).context == 32'768);
+  EXPECT(plan_memory(model(), with(UINT64_MAX, 0), kPlain).context == 32'768);
+}
+
+TEST(changes, "the message names need, budget, shortfall and every change that fits alone") {
+  const uint64_t total = plan_memory(model(), with(0, 32'768), kPlain).total();
+  const Plan small = plan_memory(model(), with(total - 1, 32'768), kPlain);
+  EXPECT(says(small, "A context of 32768 tokens needs ") && says(small, " are allowed: 0.1 MB short."));
+  for (const char* change : {"an int8 cache (", "a context of 32767 tokens (", "a prefill chunk of 64 (",
+                             "int4 weights (", " or packed weights ("}) {
+    EXPECT(says(small, change));
+  }
+  // 60 MB short: int8 saves 44.7, no chunk saves more than 13.
+  const Plan more = plan_memory(model(), with(total - 60 * kMB, 32'768), kPlain);
+  EXPECT(!says(more, "int8") && !says(more, "chunk"));
+  EXPECT(says(more, "a context of ") && says(more, "int4 weights (") && says(more, "packed weights ("));
+  // A change that was made is not proposed.
+  PlanModel int8 = model();
+  int8.cache.type = CacheType::kInt8;
+  PlanOptions packed = with(1, 32'768);
+  packed.memory = plan_memory(int8, with(0, 32'768), kPlain).total() - 401 * kMB;
+  packed.packed = true;
+  const Plan both = plan_memory(int8, packed, kPlain);
+  EXPECT(!says(both, "int8") && !says(both, "packed"));
+}
+
+TEST(each_change_holds, "a context or chunk that the message proposes does fit") {
+  const uint64_t total = plan_memory(model(), with(0, 32'768), kPlain).total();
+  const uint64_t budget = total - 10 * kMB;
+  const Plan refused = plan_memory(model(), with(budget, 32'768), kPlain);
+  const auto figure = [&](const std::string& before) {
+    return std::stoll(refused.over_budget.substr(refused.over_budget.find(before) + before.size()));
+  };
+  const int64_t context = figure("fit: an int8 cache (");
+  EXPECT(context > 0 && static_cast<uint64_t>(context) * kMB <= budget);
+  EXPECT(plan_memory(model(), with(budget, figure("), a context of ")), kPlain).over_budget.empty());
+  const int64_t chunk = figure("a prefill chunk of ");
+  EXPECT(plan_memory(model(), with(budget, 32'768, chunk), kPlain).over_budget.empty());
+  EXPECT(!plan_memory(model(), with(budget, 32'768, chunk * 2), kPlain).over_budget.empty());
+}
+
+TEST(nothing_fits, "where no change fits, the message says what one token needs") {
+  const Plan p = plan_memory(model(), with(50 * kMB, 32'768), kPlain);
+  EXPECT(says(p, "No single change fits: even a context of 1 token needs 9"));
+  EXPECT(!says(p, "What would fit"));
+  EXPECT(plan_memory(model(), with(50 * kMB, 0), kPlain).context == 1);
+}
+
+TEST(unsound, "numbers that no model has are refused, and none overflows") {
+  const auto refused = [](const char* words, void (*change)(PlanModel*)) {
+    PlanModel m = model();
+    change(&m);
+    EXPECT_ERROR(EQKV_INVALID_ARGUMENT, words, plan_memory(m, with(0, 1), kPlain));
+  };
+  refused("layers", [](PlanModel* m) { m->cache.layers = 0; });
+  refused("caches", [](PlanModel* m) { m->cache.caches = 3; });
+  refused("head_dim", [](PlanModel* m) { m->cache.head_dim = INT64_MAX; });
+  refused("kv_heads", [](PlanModel* m) { m->cache.kv_heads = 5; });
+  refused("matrix_bytes", [](PlanModel* m) { m->matrix_bytes = UINT64_MAX; });
+  refused("vocab_size", [](PlanModel* m) { m->vocab_size = -1; });
+  refused("block_size", [](PlanModel* m) { m->block_size = 0; });
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "context", plan_memory(model(), with(0, 32'769), kPlain));
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "context", plan_memory(model(), with(0, -1), kPlain));
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "prefill_chunk",
+               plan_memory(model(), with(0, 1, INT64_MAX), kPlain));
+  PlanModel huge = model();
+  huge.cache = {CacheType::kFloat32, 4096, 2, 4096, 65'536};
+  huge.heads = 4096;
+  huge.max_positions = int64_t{1} << 31;
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "more bytes than exist",
+               plan_memory(huge, with(0, huge.max_positions), kPlain));
+}
+
+TEST(real_engine, "ONNX Runtime's own figures: packed weights are file-backed, int4 is smaller") {
+  const PlanEngine& engine = plan_engine();
+  PlanOptions options = with(0, 1024);
+  const Plan plain = plan_memory(model(), options, engine);
+  options.packed = true;
+  const Plan packed = plan_memory(model(), options, engine);
+  EXPECT(packed.weights_anonymous == 0 && plain.weights_anonymous >= model().matrix_bytes);
+  EXPECT(packed.weights_file - plain.weights_file == plain.weights_anonymous);
+  EXPECT(packed.total() == plain.total());
+  const PlanModel int4 = engine.in_int4(model());
+  EXPECT(int4.weight_bits == 4 && int4.matrix_bytes < model().matrix_bytes * 6 / 10);
+  EXPECT(plan_memory(int4, options, engine).total() < packed.total());
+}

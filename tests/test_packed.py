@@ -1,0 +1,211 @@
+"""Packed weights: written whole or not at all, loaded to the same numbers, ignored where they are damaged."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_qkv import InputError, _native
+
+TOKENS = [5, 900, 17, 256, 3, 77, 1024, 4000]
+
+
+def _options(folder: Path | None) -> _native.ModelOptions:
+    return _native.ModelOptions(
+        engine_library=os.fsencode(_native.onnxruntime_path()), packed_weights=os.fsencode(folder) if folder else None
+    )
+
+
+def pack(package: Path, folder: Path) -> None:
+    _native.call("eqkv_model_pack", os.fsencode(package), ctypes.byref(_options(folder)))
+
+
+def logits(package: Path, folder: Path | None) -> tuple[bool, np.ndarray]:
+    """Whether the package's weights came from `folder`, and the logits of TOKENS: read as a chunk, then one by one."""
+    model, session, info = ctypes.c_void_p(), ctypes.c_void_p(), _native.ModelInfo()
+    _native.call("eqkv_model_open", os.fsencode(package), ctypes.byref(_options(folder)), ctypes.byref(model))
+    try:
+        _native.call("eqkv_model_get_info", model, ctypes.byref(info))
+        options = _native.SessionOptions(context=64, prefill_chunk=8)
+        _native.call("eqkv_session_open", model, ctypes.byref(options), ctypes.byref(session))
+        out = np.empty((2 * len(TOKENS), info.vocab_size), np.float32)
+        at = lambda row: out[row:].ctypes.data_as(ctypes.POINTER(ctypes.c_float))  # noqa: E731
+        chunk = (ctypes.c_int32 * len(TOKENS))(*TOKENS)
+        _native.call("eqkv_session_evaluate", session, chunk, ctypes.c_size_t(len(TOKENS)), at(0))
+        for i, token in enumerate(TOKENS):
+            one = (ctypes.c_int32 * 1)(token)
+            _native.call("eqkv_session_evaluate", session, one, ctypes.c_size_t(1), at(len(TOKENS) + i))
+        return bool(info.packed), out
+    finally:
+        _native.library().eqkv_session_close(session)
+        _native.library().eqkv_model_close(model)
+
+
+@pytest.fixture(scope="module")
+def package(bundled_package) -> Path:
+    return bundled_package("int4")[0]
+
+
+@pytest.fixture(scope="module")
+def plain(package) -> np.ndarray:
+    packed, values = logits(package, None)
+    assert not packed
+    return values
+
+
+@pytest.fixture(scope="module")
+def packed_once(package, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("packed") / "weights"
+    pack(package, folder)
+    return folder
+
+
+@pytest.fixture
+def packed(packed_once, tmp_path) -> Path:
+    return shutil.copytree(packed_once, tmp_path / "weights")
+
+
+def _inside(folder: Path) -> Path:
+    (only,) = folder.glob("packed-*")
+    return only
+
+
+def test_packed_weights_give_the_same_logits_bit_for_bit(package, plain, packed):
+    is_packed, values = logits(package, packed)
+    assert is_packed
+    np.testing.assert_array_equal(values, plain)
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp32"])
+def test_every_weight_type_packs(bundled_package, tmp_path, weights):
+    package = bundled_package(weights)[0]
+    pack(package, tmp_path)
+    is_packed, values = logits(package, tmp_path)
+    assert is_packed
+    np.testing.assert_array_equal(values, logits(package, None)[1])
+
+
+def test_packing_again_does_nothing(package, packed):
+    before = {p: p.stat().st_mtime_ns for p in packed.rglob("*")}
+    pack(package, packed)
+    assert {p: p.stat().st_mtime_ns for p in packed.rglob("*")} == before
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[: len(data) // 2] = os.urandom(len(data) // 2)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["packed.onnx", "packed.onnx.data", "packed.txt"])
+@pytest.mark.parametrize("damage", [_cut, Path.unlink])
+def test_what_is_not_whole_is_ignored_and_packed_anew(package, plain, packed, name, damage):
+    damage(_inside(packed) / name)
+    is_packed, values = logits(package, packed)
+    assert not is_packed
+    np.testing.assert_array_equal(values, plain)
+    pack(package, packed)
+    assert logits(package, packed)[0]
+    assert [p.name for p in packed.iterdir() if p.name.startswith(".packing-")] == []
+
+
+def test_a_graph_that_onnxruntime_refuses_is_ignored(package, plain, packed):
+    _flip(_inside(packed) / "packed.onnx")
+    is_packed, values = logits(package, packed)
+    assert not is_packed
+    np.testing.assert_array_equal(values, plain)
+
+
+def test_another_processor_or_runtime_does_not_take_them(package, plain, packed):
+    marker = _inside(packed) / "packed.txt"
+    marker.write_text(marker.read_text().replace("processor ", "processor of another kind "))
+    assert not logits(package, packed)[0]
+
+
+def test_another_model_packs_beside(package, bundled_package, packed):
+    other = bundled_package("int8")[0]
+    assert not logits(other, packed)[0]
+    pack(other, packed)
+    assert len(list(packed.glob("packed-*"))) == 2
+    assert logits(other, packed)[0] and logits(package, packed)[0]
+
+
+PACK = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from test_packed import pack
+print("begin", flush=True)
+pack(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def _start(package: Path, folder: Path) -> subprocess.Popen:
+    command = [sys.executable, "-c", PACK, str(package), str(folder), str(Path(__file__).parent)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+def test_an_interrupted_pack_leaves_nothing_that_is_used(package, plain, tmp_path):
+    folder = tmp_path / "weights"
+    process = _start(package, folder)
+    while process.poll() is None and not list(folder.glob(".packing-*/packed.onnx.data")):
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert list(folder.glob(".packing-*")) and not list(folder.glob("packed-*"))
+    assert not logits(package, folder)[0]
+    pack(package, folder)  # and what was left is cleared away
+    assert not list(folder.glob(".packing-*")) and logits(package, folder)[0]
+
+
+def test_two_packs_at_once_both_succeed(package, tmp_path):
+    folder = tmp_path / "weights"
+    both = [_start(package, folder) for _ in range(2)]
+    for process in both:
+        process.communicate()
+    assert [process.returncode for process in both] == [0, 0]
+    assert logits(package, folder)[0] and sorted(p.name for p in folder.iterdir())[0] == ".lock"
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(package, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"file/below: the packed weights cannot be written there \(Not a directory\)"):
+        pack(package, tmp_path / "file/below")
+    with pytest.raises(InputError, match="packed_weights names no directory"):
+        _native.call("eqkv_model_pack", os.fsencode(package), ctypes.byref(_options(None)))
+    with pytest.raises(InputError, match="/proc/nothing: the packed weights cannot be written there"):
+        pack(package, Path("/proc/nothing"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_directory_is_one_sentence(package, tmp_path):
+    tmp_path.chmod(0o555)
+    with pytest.raises(InputError, match=r"cannot be written there \(Permission denied\)"):
+        pack(package, tmp_path)
+
+
+def test_a_full_disk_is_one_sentence(package, tmp_path):
+    """On a file system of 4 MiB, in a mount namespace of its own."""
+    script = f"mount -t tmpfs -o size=4m none {tmp_path} && exec " + " ".join(
+        [sys.executable, "-c", '"$0"', str(package), f"{tmp_path}/weights", str(Path(__file__).parent)]
+    )
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", script, PACK], capture_output=True, text=True)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("this needs the right to mount")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "bytes are free and about" in last and "choose another directory" in last

@@ -1,0 +1,225 @@
+"""The plan as Python and the command line give it: published tables, packages, devices, and what does not fit."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from edge_qkv import InputError, _native
+from edge_qkv.cli import main
+from edge_qkv.config import ModelConfig
+from edge_qkv.errors import OverBudget
+from edge_qkv.export import TARGETS
+from edge_qkv.package import Package
+from edge_qkv.plan_command import devices
+from edge_qkv.planning import plan, plan_model
+from edge_qkv.presets import preset
+from edge_qkv.sizes import parse_size
+
+Q_MQA = preset("1.2B/Q-MQA")
+
+
+def _json(capsys, *arguments: object):
+    capsys.readouterr()
+    assert main(["plan", *(str(a) for a in arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def _refused(capsys, *arguments: object) -> str:
+    capsys.readouterr()
+    assert main(["plan", *(str(a) for a in arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith("edge-qkv: ")
+    return captured.err
+
+
+# ---- published figures ----
+
+TABLES = {
+    "300M": [2684354560, 2684354560, 1342177280, 1342177280, 671088640, 167772160, 335544320, 83886080],
+    "1.2B": [5905580032, 5905580032, 2952790016, 2952790016, 1476395008, 184549376, 369098752, 92274688],
+}
+
+
+@pytest.mark.parametrize("model", TABLES)
+def test_the_published_cache_tables_come_out_exactly(capsys, model):
+    found = _json(capsys, model, "--variants")
+    assert found["context"] == 32768
+    names = ["QKV", "Q=K-V", "Q-K=V", "Q=K=V", "GQA-4" if model == "300M" else "GQA-8", "MQA", "Q-GQA-4", "Q-MQA"]
+    assert [row["variant"] for row in found["variants"]] == names
+    assert [row["fp16"] for row in found["variants"]] == TABLES[model]
+    assert all(row["int8"] * 128 == row["fp16"] * 66 for row in found["variants"])  # 64 values and an fp16 scale
+
+
+def test_a_plan_of_a_published_size_has_its_exact_cache(capsys):
+    assert _json(capsys, "1.2B/Q-MQA", "--context", "32,768")["cache"] == 92_274_688
+    assert _json(capsys, "random:1.2B/Q-MQA", "--cache", "int8")["cache"] == 47_579_136
+
+
+# ---- packages ----
+
+SMALL = dict(vocab_size=4096, max_positions=2048, layers=6, width=384, heads=6, head_dim=64, mlp_width=1024)
+CONFIGS = {
+    "unified": ModelConfig(kv_heads=1, sharing="q-k=v", mlp="swiglu", norm="rmsnorm", positions="rotary-conjugate", **SMALL),
+    "separate": ModelConfig(kv_heads=6, sharing="qkv", attention_bias=True, mlp_bias=True, norm_bias=True, **SMALL),
+    "untied": ModelConfig(kv_heads=2, query="identity", tied_head=False, **SMALL | {"vocab_size": 9000}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, weights, block", [("unified", "int4", 32), ("separate", "int8", None),
+                                                  ("untied", "int4", None), ("unified", "fp32", None)])  # fmt: skip
+def test_the_formula_of_a_config_is_what_an_export_writes(tmp_path, name, weights, block):
+    config = CONFIGS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    output = tmp_path / "package"
+    checkpoint = f"random:{tmp_path / 'config.json'}"
+    TARGETS["onnx"](checkpoint, output, weights=weights, block_size=block, parity=False)
+    found, info, options = _native.PlanModel(), _native.PlanInfo(), _native.PlanOptions(context=100)
+    arguments = ctypes.byref(options), ctypes.byref(info), ctypes.byref(found)
+    _native.call("eqkv_plan_package", os.fsencode(output), *arguments)
+    formula = plan_model(config, weights, block)
+    for field, _ in found._fields_:
+        if field != "weight_bytes":
+            assert getattr(found, field) == getattr(formula, field), field
+    assert found.weight_bytes == sum((output / f).stat().st_size for f in ("model.onnx", "model.onnx.data"))
+    assert formula.weight_bytes == pytest.approx(found.weight_bytes, rel=0.005)
+    of_package = plan(output, context=2048)
+    assert of_package.total == plan(config, context=2048, weights=weights, block_size=block).total
+    assert of_package.weight_bytes == Package.open(output).weight_bytes
+
+
+def test_a_package_is_planned_without_reading_its_weights(tiny_package, tmp_path, capsys):
+    """The data file is a hole of 1 TB, and no engine is loaded."""
+    for name in ("model.onnx", "edge_qkv.json"):
+        (tmp_path / name).write_bytes((tiny_package / name).read_bytes())
+    manifest = json.loads((tmp_path / "edge_qkv.json").read_text())
+    (tmp_path / "model.onnx.data").touch()
+    os.truncate(tmp_path / "model.onnx.data", 10**12)
+    manifest["files"] = {n: f for n, f in manifest["files"].items() if n == "model.onnx"}
+    (tmp_path / "edge_qkv.json").write_text(json.dumps(manifest))
+    script = (
+        "import sys; from edge_qkv.cli import main; main(['plan', sys.argv[1]]); print(open('/proc/self/maps').read())"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert (
+        "total" in done.stdout
+        and "onnxruntime" not in done.stdout
+        and "model.onnx" not in done.stdout.split("total")[-1]
+    )
+    assert "a package has its own" in _refused(capsys, tmp_path, "--weights", "int8")
+
+
+def test_a_model_over_budget_is_refused_before_the_engine_is_opened(tiny_package):
+    model = ctypes.c_void_p()
+    options = _native.ModelOptions(engine_library=b"/nowhere/libonnxruntime.so", memory=1_000_000, context=64)
+    with pytest.raises(OverBudget, match=r"tiny: A context of 64 tokens needs .* and 1\.0 MB are allowed"):
+        _native.call("eqkv_model_open", os.fsencode(tiny_package), ctypes.byref(options), ctypes.byref(model))
+    options.memory = 0
+    with pytest.raises(InputError, match="ONNX Runtime cannot be opened"):
+        _native.call("eqkv_model_open", os.fsencode(tiny_package), ctypes.byref(options), ctypes.byref(model))
+
+
+# ---- budgets ----
+
+
+def test_the_longest_context_and_the_least_budget_are_inverse(capsys):
+    least = _json(capsys, "1.2B/Q-MQA", "--budget", "min", "--context", 20000)
+    assert least["memory"] == least["total"] and least["left"] == 0
+    assert plan(Q_MQA, memory=least["total"], context="max").context == 20000
+    with pytest.raises(OverBudget):
+        plan(Q_MQA, memory=least["total"] - 1, context=20000)
+
+
+def test_parts_add_up_in_json_and_are_all_in_the_table(capsys):
+    found = _json(capsys, "1.2B/Q-MQA", "--memory", "1.5GiB", "--packed")
+    parts = ("weights_file", "weights_anonymous", "cache", "workspace", "engine_file", "engine_anonymous")
+    assert sum(found[p] for p in parts) == found["expected"] == found["total"] - found["margin"]
+    assert found["left"] == 1_610_612_736 - found["total"] and found["weights_anonymous"] == 0
+    main(["plan", "1.2B/Q-MQA", "--memory", "1.5GiB", "--packed"])
+    text = capsys.readouterr().out
+    assert all(f"{found[p]:,}" in text for p in parts if found[p])
+    assert f"{found['total'] - found['anonymous']:,}" in text and f"{found['left']:,}" in text
+
+
+def test_what_does_not_fit_is_one_message_with_what_would(capsys):
+    fp16, int8 = (plan(Q_MQA, context=32768, cache=c).total for c in ("fp16", "int8"))
+    message = _refused(capsys, "1.2B/Q-MQA", "--context", 32768, "--memory", int8 + 1_000_000)
+    assert "A context of 32768 tokens needs 1004.8 MB" in message and fp16 < 1_004_800_000
+    assert "an int8 cache (" in message and (longest := re.search(r"a context of (\d+) tokens", message))
+    assert plan(Q_MQA, memory=int8 + 1_000_000).context == int(longest[1])
+    message = _refused(capsys, "1.2B/Q-MQA", "--context", 32768, "--memory", "500MB")
+    assert "even a context of 1 token needs" in message and "What would fit" not in message
+    assert "int4 weights (" in _refused(
+        capsys, "1.2B/Q-MQA", "--weights", "int8", "--memory", "1.1GB", "--context", 32768
+    )
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["nowhere"], "nowhere"),
+    (["1.2B/Q-XYZ"], "Q-XYZ"),
+    (["1.2B/Q-MQA", "--memory", "512 bananas"], "--memory = '512 bananas': is no size"),
+    (["1.2B/Q-MQA", "--memory", "0"], "above 0"),
+    (["1.2B/Q-MQA", "--context", "0"], "--context 0: must be a number of tokens, or max"),
+    (["1.2B/Q-MQA", "--context", "40000"], "at most 32768"),
+    (["1.2B/Q-MQA", "--device", "toaster"], "toaster"),
+    (["1.2B/Q-MQA", "--weights", "fp32", "--block-size", "32"], "block_size"),
+    (["1.2B/QKV", "--device", "phone-4gb", "--context", "32768"], "phone-4gb"),
+])  # fmt: skip
+def test_bad_input_is_one_sentence(capsys, arguments, words):
+    assert words in _refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("text, count", [
+    ("512MB", 512_000_000), ("1.5GiB", 1_610_612_736), (" 88 mib ", 92_274_688), ("7", 7), ("2k", 2000), (12, 12),
+    ("0.5kB", 500), ("1GB", 10**9),
+])  # fmt: skip
+def test_sizes_as_people_write_them(text, count):
+    assert parse_size(text) == count
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MB", "-1MB", "1.5.2GB", "1e9", "1 000", "١MB", "9" * 30, "0", -5, 0, None, True, 1.5]
+)
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(InputError, match="memory = "):
+        parse_size(text)
+
+
+# ---- devices ----
+
+
+def test_every_figure_of_every_device_has_a_source():
+    known = devices()
+    assert {"phone-4gb", "phone-12gb", "raspberry-pi-4", "raspberry-pi-5", "jetson-orin-nano"} <= set(known)
+    for device in known.values():
+        for figure in ("memory", "app_memory", "cores", "bandwidth"):
+            value, source = (device[figure][k] for k in device[figure])
+            assert value > 0 and len(source) > 20
+        assert device["app_memory"]["bytes"] < device["memory"]["bytes"]
+
+
+def test_devices_get_the_longest_context_that_their_memory_holds(capsys):
+    rows = {row["device"]: row for row in _json(capsys, "1.2B/QKV", "--device", "all")}
+    assert set(rows) == set(devices())
+    phone = rows["phone-6gb"]
+    assert 0 < phone["fp16"]["context"] < phone["int8"]["context"] < 32768
+    assert phone["fp16"]["total"] + phone["fp16"]["left"] == phone["app_memory"]
+    known = devices()["phone-6gb"]
+    held = plan(preset("1.2B/QKV"), memory=phone["app_memory"], threads=known["cores"]["count"])
+    assert held.context == phone["fp16"]["context"]
+    read = held.matrix_bytes + held.cache
+    assert phone["fp16"]["tokens_per_second_bound"] == pytest.approx(known["bandwidth"]["bytes_per_second"] / read)
+    assert rows["phone-4gb"]["fp16"]["context"] < phone["fp16"]["context"]
+
+
+def test_help_teaches_by_example(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = capsys.readouterr().out
+    assert "--budget min --context max" in text and "raspberry-pi-5" in text
