@@ -6,9 +6,11 @@ for piece in Session("package").generate("To be, or"):
 """
 
 from edge_qkv.config import ModelConfig
-from edge_qkv.errors import Cancelled, ContextFull, EdgeQKVError, InputError
-from edge_qkv.loaded import Model, pack
+from edge_qkv.errors import Cancelled, ContextFull, EdgeQKVError, InputError, OverBudget
+from edge_qkv.loaded import Model
 from edge_qkv.package import Package
+from edge_qkv.packing import pack
+from edge_qkv.planning import plan
 from edge_qkv.sampling import Sampling
 from edge_qkv.session import Session
 
@@ -19,9 +21,11 @@ __all__ = [
     "InputError",
     "Model",
     "ModelConfig",
+    "OverBudget",
     "Package",
     "Sampling",
     "Session",
     "pack",
+    "plan",
 ]
 __version__ = "0.1.0"

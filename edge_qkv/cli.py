@@ -1,4 +1,4 @@
-"""The command line: `edge-qkv export | run | inspect | plan | train | demo`."""
+"""The command line: `edge-qkv export | run | pack | inspect | plan | train | demo`."""
 
 from __future__ import annotations
 
@@ -78,6 +78,13 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f"\nrun it: edge-qkv run {arguments.output} {prompt}")
 
 
+def _pack(arguments: argparse.Namespace) -> None:
+    from edge_qkv.packing import pack
+
+    print(f"packing {arguments.package}: once for this processor", file=sys.stderr)
+    print(pack(arguments.package, arguments.output, arguments.threads))
+
+
 def _inspect(arguments: argparse.Namespace) -> None:
     from edge_qkv.inspection import describe, inspect
 
@@ -139,6 +146,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(command("export", _export, "Export a checkpoint to a model package and compare the two."))
     added = command("run", run_command.run, "Run a package: the text that follows a prompt, as it is written.")
     run_command.add_arguments(added)
+    added = command("pack", _pack, "Prepare a package's weights for this processor: they load faster and take less memory.")
+    added.add_argument("package", help="directory written by edge-qkv export")
+    added.add_argument("--output", type=Path, help="directory; default: edge-qkv below the user's cache directory")
+    added.add_argument("--threads", type=int, default=0, help="0: one for each core")
     added = command("inspect", _inspect, "Show config, sizes and cache table of a checkpoint or package.")
     added.add_argument("path", help="package, checkpoint, or random:PRESET such as random:1.2B/Q-MQA")
     added.add_argument("--json", action="store_true", help="print JSON")

@@ -11,17 +11,12 @@ from pathlib import Path
 from edge_qkv import _native
 from edge_qkv.errors import InputError
 from edge_qkv.package import Package
+from edge_qkv.packing import is_packed, model_options
 from edge_qkv.planning import plan
 from edge_qkv.sizes import parse_size
 
 DEFAULT_CHUNK = 128
 _TRIM_LEVELS = {"workspace": 1, "idle": 2, "all": 3}
-
-
-def packed_directory() -> Path:
-    """Where `pack` keeps packed weights unless told otherwise: edge-qkv below the user's cache directory."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "edge-qkv"
 
 
 class NativeObject:
@@ -93,7 +88,7 @@ class Model(NativeObject):
             plan(self.package, packed=is_packed(self.package, packed), **facts)
         if verify:
             self.package.verify()
-        options = _model_options(packed, threads=threads)
+        options = model_options(packed, threads=threads)
         options.memory, options.context, options.prefill_chunk = self._budget, context or 0, prefill_chunk
         options.spill = None if spill is None else os.fsencode(spill)
         path = os.fsencode(self.package.path)
@@ -141,34 +136,3 @@ class Model(NativeObject):
                     f"{path}: edge_qkv.json and the model file disagree on {field} "
                     f"({getattr(config, field)} and {getattr(self.info, field)}); export the package again"
                 )
-
-
-def pack(package: str | Path, directory: str | Path | None = None, threads: int = 0, verify: bool = True) -> Path:
-    """Prepares the weights of a package for this processor, in files that models then map: they load faster, and
-    their memory is the kernel's to drop.
-
-    Needs about twice the package's size in `directory` (None: `packed_directory()`) and, once, the memory of the
-    weights. Returns the directory; raises `InputError`.
-    """
-    checked = Package.open(package, verify)
-    folder = Path(directory) if directory is not None else packed_directory()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written ({error.strerror}); choose another directory") from None
-    _native.call("eqkv_model_pack", os.fsencode(checked.path), ctypes.byref(_model_options(folder, threads=threads)))
-    return folder
-
-
-def is_packed(package: str | Path | Package, directory: str | Path | bool | None = None) -> bool:
-    """Whether `pack` has prepared the package for this processor in `directory` (None: `packed_directory()`)."""
-    path = package.path if isinstance(package, Package) else Path(package)
-    packed = ctypes.c_int32()
-    _native.call("eqkv_model_is_packed", os.fsencode(path), _model_options(directory), ctypes.byref(packed))
-    return bool(packed.value)
-
-
-def _model_options(packed: str | Path | bool | None, threads: int = 0) -> _native.ModelOptions:
-    folder = None if packed is False else os.fsencode(packed_directory() if packed in (None, True) else packed)
-    library = os.fsencode(_native.onnxruntime_path())
-    return _native.ModelOptions(engine_library=library, threads=threads, packed_weights=folder)

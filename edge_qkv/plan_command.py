@@ -51,7 +51,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=int, choices=BLOCK_SIZES, help="weights that share a scale; default: 128")
     add("--prefill-chunk", type=int, default=0, help="prompt tokens evaluated at once; 0: 128")
     add("--threads", type=int, default=0, help="0: one for each core of this machine")
-    add("--packed", action=argparse.BooleanOptionalAction, default=False, help="weights packed for the processor")
+    add(
+        "--packed",
+        action=argparse.BooleanOptionalAction,
+        help="weights packed for the processor; default: whether `edge-qkv pack` has packed this package here",
+    )
     add("--device", metavar="NAME", help=f"what fits on a device: {', '.join(devices())}, or all")
     add("--variants", action="store_true", help="cache bytes of all variants of the model")
     add("--json", action="store_true", help="print JSON")

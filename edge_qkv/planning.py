@@ -16,6 +16,7 @@ from edge_qkv import _native
 from edge_qkv.config import CACHE_BYTES, ModelConfig
 from edge_qkv.errors import InputError, OverBudget
 from edge_qkv.package import Package
+from edge_qkv.packing import is_packed
 from edge_qkv.sizes import parse_size
 
 WEIGHT_BITS = {"fp32": 32, "int8": 8, "int4": 4}
@@ -69,14 +70,15 @@ def plan(
     block_size: int | None = None,
     prefill_chunk: int = 0,
     threads: int = 0,
-    packed: bool = False,
+    packed: bool | None = None,
 ) -> Plan:
     """The plan of a package, or of a model that is not exported yet.
 
     memory: the budget, in bytes or as "512MB"; "min" or None: none, the plan then says what the least is.
     context: tokens; "max" or None: the longest that the budget holds, without one the longest the model allows.
     cache: of a package, default its own; else "fp16". weights, block_size: as `edge-qkv export` takes them, for a
-    model that is not exported. packed: whether the weights are packed for this processor.
+    model that is not exported. packed: whether the weights are packed for this processor; None:
+    whether `pack` has done it for this package, and not for a model that is not exported.
 
     Raises `OverBudget` with everything that would fit when the budget does not hold it, `InputError`.
     """
@@ -96,9 +98,9 @@ def plan(
         prefill_chunk=prefill_chunk,
         threads=threads,
         cache_type=cache.encode() if cache else None,
-        packed=packed,
     )
     package = None if isinstance(model, ModelConfig) else _package(model)
+    options.packed = (package is not None and is_packed(package)) if packed is None else packed
     limit = (package.config if package else model).max_positions
     if wanted > limit:
         raise InputError(f"context = {wanted}: must be at most {limit}, the most this model allows")

@@ -143,7 +143,7 @@ SNAPSHOTS: dict[str, Attack] = {
     "negative token": _token(-1),
     "huge token": _token(2**31 - 1),
     **{f"flip at {share} bit {bit}": _flip(share, bit) for share in (0, 0.1, 0.3, 0.5, 0.9, 1) for bit in (0, 7)},
-    **{f"{name} zero": _field(name, lambda good: 0) for name in FIELDS if name != "flags"},
+    **{f"{name} zero": _field(name, lambda good: 0) for name in FIELDS if name not in ("flags", "cache_type")},
     **{f"{name} all ones": _field(name, lambda good: -1) for name in FIELDS},
     **{f"{name} plus one": _field(name, lambda good: good + 1) for name in FIELDS},
     **{f"{name} huge": _field(name, lambda good: good + (1 << 40)) for name, (_, kind) in FIELDS.items() if kind == "<Q"},
