@@ -22,7 +22,7 @@ def parse_size(value: int | str, name: str = "memory") -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         count = value
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value), re.ASCII)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value if isinstance(value, str) else "", re.ASCII)
         units = {unit.lower(): factor for unit, factor in UNITS.items()}
         if match is None or match[2].lower() not in units:
             raise InputError(f"{name} = {str(value)[:40]!r}: is no size; write 512MB, 1.5GiB or a number of bytes")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from edge_qkv.export import TARGETS
+
 PROBE = Path(__file__).with_name("memory_probe.py")
 
 
@@ -29,8 +31,10 @@ def check(found: dict) -> None:
 
 
 @pytest.fixture(scope="module")
-def package(bundled_package) -> Path:
-    return bundled_package("int4")[0]
+def package(bundled_checkpoint, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("memory") / "package"
+    TARGETS["onnx"](str(bundled_checkpoint), output, weights="int4", parity=False)
+    return output
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,9 @@ def test_a_plan_of_a_published_size_has_its_exact_cache(capsys):
 
 SMALL = dict(vocab_size=4096, max_positions=2048, layers=6, width=384, heads=6, head_dim=64, mlp_width=1024)
 CONFIGS = {
-    "unified": ModelConfig(kv_heads=1, sharing="q-k=v", mlp="swiglu", norm="rmsnorm", positions="rotary-conjugate", **SMALL),
+    "unified": ModelConfig(
+        kv_heads=1, sharing="q-k=v", mlp="swiglu", norm="rmsnorm", positions="rotary-conjugate", **SMALL
+    ),
     "separate": ModelConfig(kv_heads=6, sharing="qkv", attention_bias=True, mlp_bias=True, norm_bias=True, **SMALL),
     "untied": ModelConfig(kv_heads=2, query="identity", tied_head=False, **SMALL | {"vocab_size": 9000}),
 }  # fmt: skip
@@ -103,9 +105,7 @@ def test_a_package_is_planned_without_reading_its_weights(tiny_package, tmp_path
     os.truncate(tmp_path / "model.onnx.data", 10**12)
     manifest["files"] = {n: f for n, f in manifest["files"].items() if n == "model.onnx"}
     (tmp_path / "edge_qkv.json").write_text(json.dumps(manifest))
-    script = (
-        "import sys; from edge_qkv.cli import main; main(['plan', sys.argv[1]]); print(open('/proc/self/maps').read())"
-    )
+    script = "import sys; from edge_qkv.cli import main; main(['plan', sys.argv[1]]); print(*open('/proc/self/maps'))"
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
     assert (
         "total" in done.stdout

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+import test_memory
+import test_packed
 from edge_qkv import ContextFull, ModelConfig, Session
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.export import TARGETS
@@ -70,6 +72,24 @@ def test_the_logits_at_full_depth_are_sound(package):
         assert np.isfinite(logits).all() and logits.std() > 0.01
         with pytest.raises(ContextFull):
             session.evaluate([11])
+
+
+@pytest.fixture(scope="module")
+def packed(package, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed")
+    test_packed.pack(package, folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("context", [1024, 8192, CONTEXT])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_plan_is_what_is_measured(package, packed, context, is_packed):
+    found = test_memory.measure(package, context, packed if is_packed else None)
+    assert found["packed"] == is_packed
+    test_memory.check(found)
+    if is_packed:  # with the full cache of 92 MB
+        assert found["anonymous"] < 150e6
 
 
 def test_more_than_2_gib_exports_and_runs(tmp_path):
