@@ -146,7 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(command("export", _export, "Export a checkpoint to a model package and compare the two."))
     added = command("run", run_command.run, "Run a package: the text that follows a prompt, as it is written.")
     run_command.add_arguments(added)
-    added = command("pack", _pack, "Prepare a package's weights for this processor: they load faster and take less memory.")
+    added = command(
+        "pack", _pack, "Prepare a package's weights for this processor: they load faster and take less memory."
+    )
     added.add_argument("package", help="directory written by edge-qkv export")
     added.add_argument("--output", type=Path, help="directory; default: edge-qkv below the user's cache directory")
     added.add_argument("--threads", type=int, default=0, help="0: one for each core")

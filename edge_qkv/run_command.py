@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--overflow", default="error", choices=tuple(OVERFLOW), help="what to do when the context is full")
     add("--sinks", type=int, default=4, help="with --overflow window: first tokens to keep")
     add("--window", type=int, default=0, help="with --overflow window: last tokens to keep; 0: half of the context")
-    add("--block", type=int, default=0, help="with --overflow shift: oldest tokens to drop; 0: a quarter of the context")
+    add(
+        "--block", type=int, default=0, help="with --overflow shift: oldest tokens to drop; 0: a quarter of the context"
+    )
     add("--restore", type=Path, metavar="FILE", help="go on from a saved conversation; the prompt is added to it")
     add("--save", type=Path, metavar="FILE", help="save the conversation at the end")
     add("--temperature", type=float, default=Sampling.temperature, help="0: always the likeliest token")

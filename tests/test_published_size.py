@@ -12,10 +12,10 @@ import sys
 
 import numpy as np
 import pytest
-import torch
-
 import test_memory
 import test_packed
+import torch
+
 from edge_qkv import ContextFull, ModelConfig, Session
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.export import TARGETS

@@ -85,9 +85,10 @@ SessionOptions session_options(const eqkv_model& model, const eqkv_session_optio
   options.prefill_chunk = read.prefill_chunk;
   options.overflow = {static_cast<eqkv_overflow>(read.overflow), read.sinks, read.window, read.block};
   if (model.has_budget && options.context > plan.context) {
-    throw Error(EQKV_OVER_BUDGET, "A context of " + std::to_string(options.context) +
-                                      " tokens is more than the model's memory budget was planned for, " +
-                                      std::to_string(plan.context) + ".");
+    throw Error(EQKV_OVER_BUDGET,
+                "A context of " + std::to_string(options.context) +
+                    " tokens is more than the model's memory budget was planned for, " +
+                    std::to_string(plan.context) + ".");
   }
   const int64_t chunk = options.prefill_chunk == 0 ? kPrefillChunk : options.prefill_chunk;
   if (model.has_budget && std::min(chunk, options.context) > plan.prefill_chunk) {
@@ -185,9 +186,18 @@ eqkv_status eqkv_model_get_info(const eqkv_model* model, eqkv_model_info* info) 
     require(model, "model");
     require(info, "info");
     const ModelInfo& m = model->engine->info();
-    eqkv_model_info all = {0, m.engine, facts(m.cache.type).name, m.vocab_size, m.cache.layers,
-                           m.cache.kv_heads, m.cache.head_dim, m.max_positions, m.cache.token_bytes(),
-                           m.packed, model->plan.context, ""};
+    eqkv_model_info all = {0,
+                           m.engine,
+                           facts(m.cache.type).name,
+                           m.vocab_size,
+                           m.cache.layers,
+                           m.cache.kv_heads,
+                           m.cache.head_dim,
+                           m.max_positions,
+                           m.cache.token_bytes(),
+                           m.packed,
+                           model->plan.context,
+                           ""};
     std::snprintf(all.fingerprint, sizeof all.fingerprint, "%s", m.fingerprint.c_str());
     write_info(info, all);
   });
@@ -201,8 +211,8 @@ eqkv_status eqkv_session_open(eqkv_model* model, const eqkv_session_options* opt
     require(model, "model");
     require(options, "options");
     const eqkv_session_options read = read_options(options, {});
-    *session = new eqkv_session(
-        model->pool, std::make_unique<Session>(model->engine, session_options(*model, read)));
+    *session = new eqkv_session(model->pool,
+                                std::make_unique<Session>(model->engine, session_options(*model, read)));
   });
 }
 

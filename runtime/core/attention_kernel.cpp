@@ -537,8 +537,15 @@ void float_to_half(const float* in, uint16_t* out, size_t count) {
 
 }  // namespace
 
-extern const Kernel kKernel = {
-    EDGE_QKV_STRING(EDGE_QKV_ISA), kLanes, append, attend, merge, read_row, write_row, half_to_float, float_to_half};
+extern const Kernel kKernel = {EDGE_QKV_STRING(EDGE_QKV_ISA),
+                               kLanes,
+                               append,
+                               attend,
+                               merge,
+                               read_row,
+                               write_row,
+                               half_to_float,
+                               float_to_half};
 
 }  // namespace EDGE_QKV_ISA
 }  // namespace edge_qkv

@@ -88,7 +88,8 @@ void release_file_pages(const std::string& directory) {
   for (std::ifstream maps("/proc/self/maps"); std::getline(maps, line);) {
     uintptr_t begin = 0, end = 0;
     int path = 0;
-    if (std::sscanf(line.c_str(), "%" SCNxPTR "-%" SCNxPTR " %*s %*s %*s %*s %n", &begin, &end, &path) == 2 &&
+    if (std::sscanf(line.c_str(), "%" SCNxPTR "-%" SCNxPTR " %*s %*s %*s %*s %n", &begin, &end, &path) ==
+            2 &&
         path > 0 && line.compare(static_cast<size_t>(path), directory.size(), directory) == 0) {
       madvise(reinterpret_cast<void*>(begin), end - begin, MADV_PAGEOUT);
     }

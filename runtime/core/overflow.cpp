@@ -33,8 +33,8 @@ class Rotation {
   }
 
  private:
-  const size_t half_;                // R/2
-  std::vector<float> cos_, sin_;     // [R/2]
+  const size_t half_;             // R/2
+  std::vector<float> cos_, sin_;  // [R/2]
 };
 
 }  // namespace
@@ -45,7 +45,8 @@ Overflow::Overflow(const OverflowOptions& options, const ModelInfo& model, int64
   if (options.policy < EQKV_OVERFLOW_ERROR || options.policy > EQKV_OVERFLOW_SHIFT) {
     refuse("The overflow policy " + std::to_string(options.policy) + " is unknown.");
   }
-  const bool window = options.policy == EQKV_OVERFLOW_WINDOW, shift = options.policy == EQKV_OVERFLOW_SHIFT;
+  const bool window = options.policy == EQKV_OVERFLOW_WINDOW,
+             shift = options.policy == EQKV_OVERFLOW_SHIFT;
   if (options.sinks < 0 || options.window < 0 || options.block < 0) {
     refuse("sinks, window and block must not be negative.");
   }
@@ -72,7 +73,8 @@ Overflow::Overflow(const OverflowOptions& options, const ModelInfo& model, int64
 }
 
 int64_t Overflow::most_tokens() const {
-  return options_.policy == EQKV_OVERFLOW_WINDOW ? context_ - options_.sinks - options_.window : context_;
+  return options_.policy == EQKV_OVERFLOW_WINDOW ? context_ - options_.sinks - options_.window
+                                                 : context_;
 }
 
 Overflow::Range Overflow::rows_to_drop(int64_t length, int64_t more) const {
@@ -106,9 +108,11 @@ void drop_rows(const CacheView& view, const ModelInfo& model, int64_t first, int
         return reinterpret_cast<uint16_t*>(view.row(tensor + layout.caches, head, at));
       };
       for (int64_t from = last, to = first; from < length; ++from, ++to) {
-        kernel.read_row(layout.type, view.row(tensor, head, from), scale(from), row.data(), layout.head_dim);
+        kernel.read_row(layout.type, view.row(tensor, head, from), scale(from), row.data(),
+                        layout.head_dim);
         rotation.apply(row.data());
-        kernel.write_row(layout.type, row.data(), view.row(tensor, head, to), scale(to), layout.head_dim);
+        kernel.write_row(layout.type, row.data(), view.row(tensor, head, to), scale(to),
+                         layout.head_dim);
       }
     }
   }

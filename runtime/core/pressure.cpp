@@ -68,14 +68,14 @@ int open_trigger(const std::string& path) {
 
 PressureWatch::PressureWatch(const std::string& cgroup, std::function<void(Level)> react)
     : react_(std::move(react)), group_(cgroup.empty() ? own_group() : cgroup) {
-  pressure_ =
-      open_trigger(group_.empty() ? "/proc/pressure/memory" : group_ + "/memory.pressure");
+  pressure_ = open_trigger(group_.empty() ? "/proc/pressure/memory" : group_ + "/memory.pressure");
   if (pressure_ < 0 && (group_.empty() || !is_directory_with(group_, "memory.current"))) {
     throw Error(EQKV_INVALID_ARGUMENT,
                 cgroup.empty() ? "This system tells no memory pressure: it has neither a control group "
                                  "of version 2 with a memory controller nor /proc/pressure/memory."
-                               : cgroup + ": is not the directory of a control group of version 2 with "
-                                          "memory.pressure or memory.current that can be read.");
+                               : cgroup +
+                                     ": is not the directory of a control group of version 2 with "
+                                     "memory.pressure or memory.current that can be read.");
   }
   if (pipe2(stop_, O_CLOEXEC) != 0) {
     if (pressure_ >= 0) close(pressure_);
@@ -141,7 +141,8 @@ void PressureWatch::watch() {
 namespace edge_qkv {
 
 PressureWatch::PressureWatch(const std::string&, std::function<void(Level)>) {
-  throw Error(EQKV_INVALID_ARGUMENT, "Memory pressure is watched on Linux only; call the trim function.");
+  throw Error(EQKV_INVALID_ARGUMENT,
+              "Memory pressure is watched on Linux only; call the trim function.");
 }
 PressureWatch::~PressureWatch() = default;
 bool PressureWatch::near_limit(Level*) const { return false; }

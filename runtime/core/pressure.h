@@ -27,8 +27,8 @@ class PressureWatch {
   bool near_limit(Level* level) const;
 
   const std::function<void(Level)> react_;
-  std::string group_;     // directory; empty: the whole system
-  int pressure_ = -1;     // the file with our trigger; -1: none, only the limits are watched
+  std::string group_;       // directory; empty: the whole system
+  int pressure_ = -1;       // the file with our trigger; -1: none, only the limits are watched
   int stop_[2] = {-1, -1};  // a pipe: closing its end wakes the thread
   std::thread thread_;
 };

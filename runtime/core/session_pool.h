@@ -18,8 +18,8 @@ struct PooledSession {
   explicit PooledSession(std::unique_ptr<Session> opened) : session(std::move(opened)) {}
 
   const std::unique_ptr<Session> session;
-  std::mutex in_use;       // held by the thread that is in the session; the pool spills others only
-  int64_t rows = 0;        // of its cache that count as being in RAM: 0 once they are in a file
+  std::mutex in_use;  // held by the thread that is in the session; the pool spills others only
+  int64_t rows = 0;   // of its cache that count as being in RAM: 0 once they are in a file
 };
 
 // Sessions may be used by several threads, each by one at a time; so may the pool.
@@ -42,7 +42,8 @@ class SessionPool {
   // After the session has forgotten all but `rows` rows, or has them in a file now.
   void forget(PooledSession& member, int64_t rows);
 
-  // Held during an evaluation, and taken before the session is entered: the plan of a budget counts the workspace of one.
+  // Held during an evaluation, and taken before the session is entered: the plan of a budget counts the
+  // workspace of one.
   std::unique_lock<std::mutex> take_turn();
 
   // Leaves sessions that a thread is in alone.
@@ -58,7 +59,7 @@ class SessionPool {
   const std::string spill_;
   const uint64_t cache_bytes_;
   std::mutex turn_;
-  std::mutex mutex_;  // of what follows, and of the rows of all members
+  std::mutex mutex_;                   // of what follows, and of the rows of all members
   std::list<PooledSession*> members_;  // the last used at the end
 };
 

@@ -97,20 +97,20 @@ typedef struct eqkv_plan_options {
 /* Bytes beyond what the process has without the runtime. */
 typedef struct eqkv_plan_info {
   size_t struct_size;
-  int64_t context;            /* tokens planned for */
-  int64_t prefill_chunk;      /* tokens */
+  int64_t context;       /* tokens planned for */
+  int64_t prefill_chunk; /* tokens */
   int32_t threads;
   const char* cache_type;     /* lives as long as the library */
   uint64_t weights_file;      /* pages of files: the kernel can drop them and read them again */
   uint64_t weights_anonymous; /* the engine's own copies */
   uint64_t cache;             /* at full context */
-  uint64_t workspace;         /* of one evaluation of a prefill chunk, or of loading where that is more */
-  uint64_t engine_file;       /* code of the engine */
-  uint64_t engine_anonymous;  /* its structures and threads */
-  uint64_t expected;          /* the sum of the above: the peak at full context */
-  uint64_t margin;            /* what measurements differ by */
-  uint64_t total;             /* expected + margin: the least budget for this context */
-  uint64_t anonymous;         /* of the total, what no pressure gives back */
+  uint64_t workspace;        /* of one evaluation of a prefill chunk, or of loading where that is more */
+  uint64_t engine_file;      /* code of the engine */
+  uint64_t engine_anonymous; /* its structures and threads */
+  uint64_t expected;         /* the sum of the above: the peak at full context */
+  uint64_t margin;           /* what measurements differ by */
+  uint64_t total;            /* expected + margin: the least budget for this context */
+  uint64_t anonymous;        /* of the total, what no pressure gives back */
 } eqkv_plan_info;
 
 /* Plans from numbers alone. EQKV_OVER_BUDGET when `memory` does not hold it: `plan` is filled in and the
@@ -186,7 +186,8 @@ EQKV_API int eqkv_android_trim_level(int level);
 
 /* Linux: starts a thread that trims the model when memory gets short, until the model is closed.
  * `cgroup` is the directory of a control group of version 2 (its memory.pressure, memory.current and
- * memory.high are watched); null: the process's own, or else the whole system's /proc/pressure/memory. */
+ * memory.high are watched); null: the process's own, or else the whole system's /proc/pressure/memory.
+ */
 EQKV_API eqkv_status eqkv_model_watch_pressure(eqkv_model* model, const char* cgroup);
 
 /* ---- session ---- */
@@ -276,8 +277,8 @@ EQKV_API eqkv_status eqkv_session_fill(eqkv_session* session, int64_t length, ui
 /* Tokens in the cache. */
 EQKV_API eqkv_status eqkv_session_length(const eqkv_session* session, int64_t* length);
 
-/* The tokens in the cache, in order: at most `capacity` of them go to `tokens`; `count` receives how many
- * there are. */
+/* The tokens in the cache, in order: at most `capacity` of them go to `tokens`; `count` receives how
+ * many there are. */
 EQKV_API eqkv_status eqkv_session_tokens(const eqkv_session* session, int32_t* tokens, size_t capacity,
                                          size_t* count);
 

@@ -146,7 +146,11 @@ SNAPSHOTS: dict[str, Attack] = {
     **{f"{name} zero": _field(name, lambda good: 0) for name in FIELDS if name not in ("flags", "cache_type")},
     **{f"{name} all ones": _field(name, lambda good: -1) for name in FIELDS},
     **{f"{name} plus one": _field(name, lambda good: good + 1) for name in FIELDS},
-    **{f"{name} huge": _field(name, lambda good: good + (1 << 40)) for name, (_, kind) in FIELDS.items() if kind == "<Q"},
+    **{
+        f"{name} huge": _field(name, lambda good: good + (1 << 40))
+        for name, (_, kind) in FIELDS.items()
+        if kind == "<Q"
+    },
     **{f"{name} overflow": _field(name, lambda good: 1 << 62) for name, (_, kind) in FIELDS.items() if kind == "<Q"},
 }
 
@@ -167,9 +171,10 @@ def varint(value: int) -> bytes:
 
 def entry(key: str, value: str) -> bytes:
     """A metadata property as it lies in the file."""
-    strings = [b"\x0a" + varint(len(k)) + k if i == 0 else b"\x12" + varint(len(k)) + k for i, k in enumerate(
-        (key.encode(), value.encode())
-    )]
+    strings = [
+        b"\x0a" + varint(len(k)) + k if i == 0 else b"\x12" + varint(len(k)) + k
+        for i, k in enumerate((key.encode(), value.encode()))
+    ]
     body = b"".join(strings)
     return varint(METADATA << 3 | 2) + varint(len(body)) + body
 
