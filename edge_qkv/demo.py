@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from edge_qkv.errors import EdgeQKVError
+from edge_qkv.planning import plan
 from edge_qkv.tables import size, table
 
 CHECKPOINT = Path(__file__).parent / "bundled"
@@ -29,13 +30,14 @@ def demo(output: Path, prompt: str, max_tokens: int, threads: int) -> None:
         print(f"== export the bundled checkpoint to {weights} ONNX", flush=True)
         manifest = TARGETS["onnx"](str(CHECKPOINT), package, weights=weights)
         print(f"== {max_tokens} tokens from {package}\n", flush=True)
-        columns[weights] = _column(_run(package, prompt, max_tokens, threads), manifest)
+        needed = plan(package, context=CONTEXT, threads=threads).total
+        columns[weights] = _column(_run(package, prompt, max_tokens, threads), manifest, needed)
         print()
     names = next(iter(columns.values()))
     print(table([(name, *(column[name] for column in columns.values())) for name in names], ("", *columns)))
 
 
-def _column(figures: dict, manifest: dict) -> dict[str, str]:
+def _column(figures: dict, manifest: dict, needed: int) -> dict[str, str]:
     memory, parity = figures["memory"], manifest["parity"]
     prompt = figures["timing"]["prefill_tokens"]
     cached = memory["cache_used"] // manifest["cache_bytes_per_token"]
@@ -43,6 +45,7 @@ def _column(figures: dict, manifest: dict) -> dict[str, str]:
         "model files": size(figures["weight_bytes"]),
         "cache used": f"{memory['cache_used']:,} B ({cached} tokens)",
         f"cache reserved for {CONTEXT:,} tokens": f"{memory['cache_reserved']:,} B",
+        f"least budget for {CONTEXT:,} tokens": size(needed),
         "peak memory, Python included": size(memory["peak_resident"]),
         "of it anonymous": size(memory["anonymous"]),
         "prefill": f"{figures['prefill_tokens_per_second']:,.0f} tokens/s ({prompt} tokens)",

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 from edge_qkv import _native
-from edge_qkv.errors import InputError
 from edge_qkv.package import Package
 
 
@@ -26,10 +25,6 @@ def pack(package: str | Path, directory: str | Path | None = None, threads: int 
     """
     checked = Package.open(package, verify)
     folder = Path(directory) if directory is not None else packed_directory()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written ({error.strerror}); choose another directory") from None
     _native.call("eqkv_model_pack", os.fsencode(checked.path), ctypes.byref(model_options(folder, threads=threads)))
     return folder
 

@@ -165,6 +165,7 @@ def _figures(session) -> dict:
     rate = lambda tokens, seconds: round(tokens / seconds, 2) if seconds else None  # noqa: E731
     return {
         "isa": _isa(),
+        "packed": bool(session.model.info.packed),
         "context": session.context,
         "tokens": len(session.tokens),
         "dropped": session.dropped,

@@ -31,8 +31,8 @@ class Session(NativeObject):
     """One conversation.
 
     package: a package directory or a loaded `Model`. context: capacity in tokens (memory is committed as rows are
-    written); "max": all that the budget or the model allows; None: that with a budget, else 4096. prefill_chunk: tokens evaluated at once.
-    memory: budget of the model that is loaded here, see `Model`.
+    written); "max": all that the budget or the model allows; None: that with a budget, else 4096. prefill_chunk:
+    tokens evaluated at once. memory: budget of the model that is loaded here, see `Model`.
 
     overflow says what happens when tokens do not fit: 'error' raises `ContextFull`; 'window' drops all but the first
     `sinks` and the last `window` tokens (0: half of the context); 'shift' drops the oldest `block` tokens (0: a
@@ -63,7 +63,7 @@ class Session(NativeObject):
             raise InputError(f"prefill_chunk = {prefill_chunk}: must be between 1 and {1 << 20}")
         longest = context == "max"
         if not isinstance(package, Model):
-            planned = None if longest else context
+            planned = None if longest or memory is None else context  # only a budget asks
             package = Model(package, threads, verify, memory=memory, context=planned, prefill_chunk=prefill_chunk)
         elif memory is not None:
             raise InputError("memory is the budget of a model; give it when the model is opened")

@@ -49,6 +49,14 @@ def write_checkpoint(folder: Path, config: ModelConfig, tokenizer=None, seed: in
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_packed_weights_of_the_user(tmp_path_factory):
+    """Tests find packed weights only where they have put them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def bytes_tokenizer():
     """One token a byte, so that every multi-byte character is spread over several tokens."""

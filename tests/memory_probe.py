@@ -11,12 +11,16 @@ import ctypes
 import json
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
-from edge_qkv import _native
+import pytest
+
+from edge_qkv import Model, Session, _native, plan
 
 CHUNK = 128
 
@@ -51,51 +55,58 @@ def touch_model_files(*folders: str) -> None:
                 ctypes.string_at(address, 1)
 
 
-def main(package: str, context: int, packed: str | None = None) -> dict:
-    handle, session = ctypes.c_void_p(), ctypes.c_void_p()
-    info, plan = _native.ModelInfo(), _native.PlanInfo()
+def used(before: dict[str, int] | None = None) -> dict[str, int]:
+    """Resident and anonymous bytes of this process, beyond `before`."""
+    now = {"resident": rollup("Rss"), "anonymous": rollup("Anonymous")}
+    return now if before is None else {name: count - before[name] for name, count in now.items()}
+
+
+def probe(package: str, context: int, packed: str | None = None) -> dict:
     _native.library()
-    runtime = os.fsencode(_native.onnxruntime_path())
-    packed_weights = os.fsencode(packed) if packed else None
-    tokens = (ctypes.c_int32 * (CHUNK + 1))(*range(CHUNK + 1))
+    tokens, chunk = list(range(CHUNK)), min(CHUNK, context - 1)
     sampler = PeakAnonymous()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, before_anonymous = status("VmRSS"), rollup("Anonymous")
+    before = used()
     sampler.start()
-
-    options = _native.ModelOptions(engine_library=runtime, packed_weights=packed_weights)
-    _native.call("eqkv_model_open", os.fsencode(package), ctypes.byref(options), ctypes.byref(handle))
-    _native.call("eqkv_model_get_info", handle, ctypes.byref(info))
-    loaded = {"resident": rollup("Rss") - before, "anonymous": rollup("Anonymous") - before_anonymous}
-    loaded["peak"] = status("VmHWM") - before
-    wanted = _native.SessionOptions(context=context, prefill_chunk=CHUNK)
-    _native.call("eqkv_session_open", handle, ctypes.byref(wanted), ctypes.byref(session))
-    chunk = min(CHUNK, context - 1)
-    evaluate = lambda n: _native.call("eqkv_session_evaluate", session, tokens, ctypes.c_size_t(n), None)  # noqa: E731
-    evaluate(chunk)
-    first = {"resident": rollup("Rss") - before, "anonymous": rollup("Anonymous") - before_anonymous}
-    if context > 2 * CHUNK + 1:
-        _native.call("eqkv_session_fill", session, context - chunk - 1, 7)
-        touch_model_files(package, *([packed] if packed else []))
-        evaluate(chunk)
-    evaluate(1)
-    sampler.stopped = True
-    sampler.join()
-    anonymous = max(sampler.peak, rollup("Anonymous"))
-
-    how = _native.PlanOptions(context=context, prefill_chunk=CHUNK, packed=bool(packed))
-    _native.call("eqkv_plan_package", os.fsencode(package), ctypes.byref(how), ctypes.byref(plan), None)
-    planned = {name: getattr(plan, name) for name, kind in plan._fields_ if kind is ctypes.c_uint64}
+    with Model(package, verify=False, packed=packed or False) as model:
+        loaded = used(before) | {"peak": status("VmHWM") - before["resident"]}
+        with Session(model, context=context, prefill_chunk=CHUNK) as session:
+            session.evaluate(tokens[:chunk])
+            if context > 2 * CHUNK + 1:
+                session.fill(context - chunk - 1, 7)
+                touch_model_files(package, *([packed] if packed else []))
+                session.evaluate(tokens[:chunk])
+            session.evaluate([0])
+            sampler.stopped = True
+            sampler.join()
+            steady = used(before)
+        is_packed = bool(model.info.packed)
     return {
-        "packed": bool(info.packed),
+        "packed": is_packed,
         "loaded": loaded,
-        "first": first,
-        "peak": status("VmHWM") - before,
-        "anonymous": anonymous - before_anonymous,
-        "steady_anonymous": rollup("Anonymous") - before_anonymous,
-        "plan": planned,
+        "peak": status("VmHWM") - before["resident"],
+        "anonymous": max(sampler.peak - before["anonymous"], steady["anonymous"]),
+        "steady_anonymous": steady["anonymous"],
+        "plan": asdict(plan(package, context=context, prefill_chunk=CHUNK, packed=bool(packed))),
     }
 
 
+def measure(package: Path, context: int, packed: Path | None) -> dict:
+    """What `probe` finds in a process of its own."""
+    command = [sys.executable, __file__, package, context, *([packed] if packed else [])]
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def check(found: dict) -> None:
+    """Within 10 % of the prediction, and inside the budget that the plan calls the least."""
+    planned = found["plan"]
+    assert found["peak"] == pytest.approx(planned["expected"], rel=0.1)
+    assert found["peak"] <= planned["total"]
+    assert found["anonymous"] == pytest.approx(planned["anonymous"] - planned["margin"], rel=0.1)
+    assert found["anonymous"] <= planned["anonymous"]
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])))
+    print(json.dumps(probe(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])))

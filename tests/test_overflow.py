@@ -130,7 +130,7 @@ def test_moved_rows_stay_close_in_a_rounded_cache(made, ids, cache):
 
 
 def test_generation_goes_on_past_the_context(made, ids):
-    decoder, package = made(replace(TINY, max_positions=CONTEXT))
+    _, package = made(replace(TINY, max_positions=CONTEXT))
     with Session(package, context=CONTEXT, prefill_chunk=CHUNK, overflow="shift") as session:
         written = list(session.generate_tokens(ids[:30], 100, Sampling(temperature=0)))
         assert len(written) == 100 == len(session.generated)

@@ -59,7 +59,8 @@ def test_a_missing_or_shortened_file_is_named(name, package):
         (b"[]", "not a package manifest"),
         (b"{}", "not a package manifest"),
         (b'{"format": 99}', "format 99"),
-        (b'{"format": 1}', "expected an object"),
+        (b'{"format": 1}', "format 1"),
+        (b'{"format": 2}', "expected an object"),
     ],
 )
 def test_a_bad_manifest_is_refused(content, words, package):

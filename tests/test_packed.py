@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import shutil
@@ -15,41 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_qkv import InputError, _native
+from edge_qkv import InputError, Model, Session, pack
 from edge_qkv.export import TARGETS
 
 TOKENS = [5, 900, 17, 256, 3, 77, 1024, 4000]
 
 
-def _options(folder: Path | None) -> _native.ModelOptions:
-    return _native.ModelOptions(
-        engine_library=os.fsencode(_native.onnxruntime_path()), packed_weights=os.fsencode(folder) if folder else None
-    )
-
-
-def pack(package: Path, folder: Path) -> None:
-    _native.call("eqkv_model_pack", os.fsencode(package), ctypes.byref(_options(folder)))
-
-
 def logits(package: Path, folder: Path | None) -> tuple[bool, np.ndarray]:
     """Whether the package's weights came from `folder`, and the logits of TOKENS: read as a chunk, then one by one."""
-    model, session, info = ctypes.c_void_p(), ctypes.c_void_p(), _native.ModelInfo()
-    _native.call("eqkv_model_open", os.fsencode(package), ctypes.byref(_options(folder)), ctypes.byref(model))
-    try:
-        _native.call("eqkv_model_get_info", model, ctypes.byref(info))
-        options = _native.SessionOptions(context=64, prefill_chunk=8)
-        _native.call("eqkv_session_open", model, ctypes.byref(options), ctypes.byref(session))
-        out = np.empty((2 * len(TOKENS), info.vocab_size), np.float32)
-        at = lambda row: out[row:].ctypes.data_as(ctypes.POINTER(ctypes.c_float))  # noqa: E731
-        chunk = (ctypes.c_int32 * len(TOKENS))(*TOKENS)
-        _native.call("eqkv_session_evaluate", session, chunk, ctypes.c_size_t(len(TOKENS)), at(0))
-        for i, token in enumerate(TOKENS):
-            one = (ctypes.c_int32 * 1)(token)
-            _native.call("eqkv_session_evaluate", session, one, ctypes.c_size_t(1), at(len(TOKENS) + i))
-        return bool(info.packed), out
-    finally:
-        _native.library().eqkv_session_close(session)
-        _native.library().eqkv_model_close(model)
+    with Model(package, packed=folder or False) as model, Session(model, context=64, prefill_chunk=8) as session:
+        read = [session.score(TOKENS), *(session.score([token]) for token in TOKENS)]
+        return bool(model.info.packed), np.concatenate(read)
 
 
 @pytest.fixture(scope="module")
@@ -158,19 +133,9 @@ def test_another_model_packs_beside(package, exported, packed):
     assert logits(other, packed)[0] and logits(package, packed)[0]
 
 
-PACK = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[3])
-from test_packed import pack
-print("begin", flush=True)
-pack(Path(sys.argv[1]), Path(sys.argv[2]))
-"""
-
-
 def _start(package: Path, folder: Path) -> subprocess.Popen:
-    command = [sys.executable, "-c", PACK, str(package), str(folder), str(Path(__file__).parent)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE)
+    command = [sys.executable, "-m", "edge_qkv", "pack", str(package), "--output", str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def test_an_interrupted_pack_leaves_nothing_that_is_used(package, plain, tmp_path):
@@ -180,7 +145,6 @@ def test_an_interrupted_pack_leaves_nothing_that_is_used(package, plain, tmp_pat
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    process.stdout.close()
     assert list(folder.glob(".packing-*")) and not list(folder.glob("packed-*"))
     assert not logits(package, folder)[0]
     pack(package, folder)  # and what was left is cleared away
@@ -190,9 +154,7 @@ def test_an_interrupted_pack_leaves_nothing_that_is_used(package, plain, tmp_pat
 def test_two_packs_at_once_both_succeed(package, tmp_path):
     folder = tmp_path / "weights"
     both = [_start(package, folder) for _ in range(2)]
-    for process in both:
-        process.communicate()
-    assert [process.returncode for process in both] == [0, 0]
+    assert [process.wait() for process in both] == [0, 0]
     assert logits(package, folder)[0] and sorted(p.name for p in folder.iterdir())[0] == ".lock"
 
 
@@ -200,8 +162,6 @@ def test_a_place_that_cannot_be_written_is_one_sentence(package, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"file/below: the packed weights cannot be written there \(Not a directory\)"):
         pack(package, tmp_path / "file/below")
-    with pytest.raises(InputError, match="packed_weights names no directory"):
-        _native.call("eqkv_model_pack", os.fsencode(package), ctypes.byref(_options(None)))
     with pytest.raises(InputError, match="/proc/nothing: the packed weights cannot be written there"):
         pack(package, Path("/proc/nothing"))
 
@@ -215,10 +175,9 @@ def test_a_read_only_directory_is_one_sentence(package, tmp_path):
 
 def test_a_full_disk_is_one_sentence(package, tmp_path):
     """On a file system of 4 MiB, in a mount namespace of its own."""
-    script = f"mount -t tmpfs -o size=4m none {tmp_path} && exec " + " ".join(
-        [sys.executable, "-c", '"$0"', str(package), f"{tmp_path}/weights", str(Path(__file__).parent)]
-    )
-    done = subprocess.run(["unshare", "--mount", "sh", "-c", script, PACK], capture_output=True, text=True)
+    pack_there = f"{sys.executable} -m edge_qkv pack {package} --output {tmp_path}/weights"
+    script = f"mount -t tmpfs -o size=4m none {tmp_path} && exec {pack_there}"
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True)
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip("this needs the right to mount")
     assert done.returncode == 1

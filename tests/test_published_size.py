@@ -12,13 +12,13 @@ import sys
 
 import numpy as np
 import pytest
-import test_memory
-import test_packed
 import torch
 
-from edge_qkv import ContextFull, ModelConfig, Session
+from edge_qkv import ContextFull, ModelConfig, Session, pack
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.export import TARGETS
+from limits import run_in_budget
+from memory_probe import check, measure
 
 CONTEXT = 32768
 CACHE_BYTES = 92_274_688  # 22 layers * 64 values * 2 bytes * 32,768 tokens: 88.0 MiB
@@ -27,6 +27,8 @@ EXPORT = """
 import json, sys
 from pathlib import Path
 from edge_qkv.export import TARGETS
+from limits import run_in_budget
+from memory_probe import check, measure
 TARGETS["onnx"]("random:1.2B/Q-MQA", Path(sys.argv[1]), weights="int4", parity=False)
 peak = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
 print(json.dumps({"peak": int(peak.split()[1]) * 1024}))
@@ -77,7 +79,7 @@ def test_the_logits_at_full_depth_are_sound(package):
 @pytest.fixture(scope="module")
 def packed(package, tmp_path_factory):
     folder = tmp_path_factory.mktemp("packed")
-    test_packed.pack(package, folder)
+    pack(package, folder)
     yield folder
     shutil.rmtree(folder)
 
@@ -85,11 +87,28 @@ def packed(package, tmp_path_factory):
 @pytest.mark.parametrize("context", [1024, 8192, CONTEXT])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_the_plan_is_what_is_measured(package, packed, context, is_packed):
-    found = test_memory.measure(package, context, packed if is_packed else None)
+    found = measure(package, context, packed if is_packed else None)
     assert found["packed"] == is_packed
-    test_memory.check(found)
+    check(found)
     if is_packed:  # with the full cache of 92 MB
         assert found["anonymous"] < 150e6
+
+
+@pytest.mark.parametrize("context", [8192, CONTEXT])
+def test_it_runs_in_a_hard_limit_equal_to_its_budget(package, context, capsys):
+    done, what = run_in_budget(package, context)
+    assert done.returncode == 0, f"{done.returncode} {done.stderr}"
+    with capsys.disabled():
+        print(f"\n1.2B Q-MQA int4: {what}: finished")
+
+
+def test_restoring_replaces_a_prefill(package, capsys):
+    figures = _json("-m", "edge_qkv.bench.restore", package, "--tokens", CONTEXT - 1, "--repeats", 3, "--json")
+    with capsys.disabled():
+        restore, prefill = figures["restore_seconds"], figures["prefill_seconds"]
+        saved = f"{figures['snapshot_bytes']:,} bytes in {restore * 1e3:.0f} ms"
+        print(f"\n1.2B Q-MQA int4: 32,767 tokens restored from {saved}, a prefill takes {prefill:.0f} s")
+    assert 0 < figures["snapshot_bytes"] - CACHE_BYTES < 1e6  # tokens, logits, and less than a page a layer
 
 
 def test_more_than_2_gib_exports_and_runs(tmp_path):

@@ -122,8 +122,10 @@ void pack_onnx(const std::string& path, const EngineOptions& options) {
 }
 
 bool is_packed(const std::string& path, const EngineOptions& options) {
+  const ModelInfo info = describe_onnx(path).info;
+  if (!PackedWeights::any(options.packed_weights, info)) return false;  // without opening a library
   const std::string& version = Library::open(options.library).version();
-  return !PackedWeights(options.packed_weights, describe_onnx(path).info, version).find().empty();
+  return !PackedWeights(options.packed_weights, info, version).find().empty();
 }
 
 }  // namespace edge_qkv::ort

@@ -14,6 +14,7 @@
 #include <memory>
 
 #include "core/error.h"
+#include "core/file.h"
 #include "processor.h"
 
 namespace edge_qkv::ort {
@@ -44,23 +45,9 @@ std::string read_small(const std::string& path) {
   return file ? std::string(buffer, std::fread(buffer, 1, sizeof buffer, file.get())) : "";
 }
 
-class Descriptor {
- public:
-  explicit Descriptor(int number) : number_(number) {}
-  ~Descriptor() {
-    if (number_ >= 0) close(number_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  int number() const { return number_; }
-
- private:
-  const int number_;
-};
-
 bool on_disk(const std::string& path) {
-  const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  return file.number() >= 0 && fsync(file.number()) == 0;
+  const File file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  return file && fsync(file.get()) == 0;
 }
 
 // Removes a directory of ours and the files in it.
@@ -99,6 +86,9 @@ class TemporaryFolder {
   std::string path_;
 };
 
+// The beginning of the name of a model's directories.
+std::string name_of(const ModelInfo& info) { return "packed-" + info.fingerprint.substr(0, 16) + "-"; }
+
 void make_directories(const std::string& path) {
   for (size_t slash = path.find('/', 1);; slash = path.find('/', slash + 1)) {
     const std::string part = path.substr(0, slash);
@@ -114,7 +104,15 @@ PackedWeights::PackedWeights(const std::string& directory, const ModelInfo& info
     : directory_(directory),
       maker_("edge-qkv packed weights 1\nmodel " + info.fingerprint + "\nonnxruntime " + version +
              "\nprocessor " + processor_name() + "\n"),
-      final_(directory + "/packed-" + info.fingerprint.substr(0, 16) + "-" + hash(maker_)) {}
+      final_(directory + "/" + name_of(info) + hash(maker_)) {}
+
+bool PackedWeights::any(const std::string& directory, const ModelInfo& info) {
+  const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(directory.c_str()), closedir);
+  while (const dirent* entry = folder ? readdir(folder.get()) : nullptr) {
+    if (std::string(entry->d_name).rfind(name_of(info), 0) == 0) return true;
+  }
+  return false;
+}
 
 // The marker that would describe `folder` as it is; empty where a file is missing.
 std::string PackedWeights::described(const std::string& folder) const {
@@ -147,9 +145,9 @@ void PackedWeights::make(uint64_t bytes_needed,
                          const std::function<void(const std::string& path)>& write) const {
   if (!find().empty()) return;
   make_directories(directory_);
-  const Descriptor lock(open((directory_ + "/.lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644));
-  if (lock.number() < 0) refuse(directory_, std::strerror(errno));
-  while (flock(lock.number(), LOCK_EX) != 0) {
+  const File lock(open((directory_ + "/.lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644));
+  if (!lock) refuse(directory_, std::strerror(errno));
+  while (flock(lock.get(), LOCK_EX) != 0) {
     if (errno != EINTR) refuse(directory_, std::strerror(errno));
   }
   if (!find().empty()) return;  // another process was first

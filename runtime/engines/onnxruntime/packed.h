@@ -22,6 +22,9 @@ class PackedWeights {
   // In `directory`, of the model that `info` describes, by an ONNX Runtime of `version`.
   PackedWeights(const std::string& directory, const ModelInfo& info, const std::string& version);
 
+  // Whether `directory` holds anything for a model, for whatever runtime and processor.
+  static bool any(const std::string& directory, const ModelInfo& info);
+
   // Path of the graph, where all is there and has the sizes it was written with; else empty.
   std::string find() const;
 

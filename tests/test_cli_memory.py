@@ -1,0 +1,92 @@
+"""The command line where memory is short and conversations go on: budgets, overflow, save and restore, pack."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from edge_qkv.cli import main
+from edge_qkv.planning import plan
+
+
+def _json(capsys, *arguments: object) -> dict:
+    capsys.readouterr()
+    assert main([str(a) for a in (*arguments, "--json")]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def _refused(capsys, *arguments: object) -> str:
+    capsys.readouterr()
+    assert main([str(a) for a in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("edge-qkv: ") and captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.fixture(scope="module")
+def package(bundled_package) -> Path:
+    return bundled_package("int4")[0]
+
+
+RUN = ("--prompt", "KING HENRY.\n", "--max-tokens", "12", "--seed", "5", "--threads", "2")
+
+
+def test_a_budget_gives_the_longest_context_it_holds(package, capsys):
+    needed = plan(package, context=3000, prefill_chunk=128, threads=2).total
+    figures = _json(capsys, "run", package, *RUN, "--memory", needed)["figures"]
+    assert figures["context"] == plan(package, memory=needed, prefill_chunk=128, threads=2).context >= 3000
+    assert _json(capsys, "run", package, *RUN, "--memory", "1GB", "--context", "max")["figures"]["context"] == 32768
+    assert _json(capsys, "run", package, *RUN, "--memory", "1GB", "--context", "777")["figures"]["context"] == 777
+
+
+def test_what_a_budget_does_not_hold_is_refused_with_what_would_fit(package, capsys):
+    needed = plan(package, context=32768, prefill_chunk=128, threads=2).total
+    message = _refused(capsys, "run", package, *RUN, "--context", "32768", "--memory", needed - 5_000_000)
+    assert "short" in message and "int8 cache" in message and "a context of" in message
+    assert "No single change" in _refused(capsys, "run", package, *RUN, "--memory", "10MB")
+    assert "--context" in _refused(capsys, "run", package, *RUN, "--context", "many")
+    assert "no size" in _refused(capsys, "run", package, *RUN, "--memory", "much")
+
+
+def test_a_conversation_goes_on_where_it_was_saved(package, tmp_path, capsys):
+    saved = tmp_path / "story"
+    whole = _json(capsys, "run", package, *RUN[:2], "--max-tokens", "24", "--seed", "5")
+    first = _json(capsys, "run", package, *RUN, "--save", saved)
+    assert os.listdir(tmp_path) == ["story"]
+    rest = _json(capsys, "run", package, "--tokens", "", *RUN[2:], "--restore", saved)
+    assert first["tokens"] + rest["tokens"] == whole["tokens"]
+    assert rest["figures"]["timing"]["prefill_tokens"] == 0
+    assert rest["figures"]["tokens"] == whole["figures"]["tokens"]
+
+
+def test_a_context_that_overflows_says_what_was_dropped(package, capsys):
+    options = ("--context", "24", "--overflow", "window", "--sinks", "2", "--window", "10", "--max-tokens", "60")
+    assert main(["run", str(package), *RUN, *options]) == 0
+    assert "tokens of the conversation were dropped" in capsys.readouterr().err
+    figures = _json(capsys, "run", package, *RUN, *options)["figures"]
+    assert figures["dropped"] > 24 and figures["finish"] == "max_tokens"
+    assert "fewer than the context" in _refused(capsys, "run", package, *RUN, *options[:-2], "--window", "22")
+
+
+def test_files_that_cannot_be_used_are_refused(package, tiny_package, tmp_path, capsys):
+    saved = tmp_path / "story"
+    _json(capsys, "run", package, *RUN, "--save", saved)
+    assert "another model" in _refused(capsys, "run", tiny_package, *RUN, "--restore", saved)
+    assert "missing" in _refused(capsys, "run", package, *RUN, "--restore", tmp_path / "missing")
+    assert "--save" in _refused(capsys, "run", package, *RUN, "--save", tmp_path / "no" / "story")
+
+
+def test_packed_weights_are_found_where_they_were_put(package, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = _json(capsys, "run", package, *RUN)
+    assert main(["pack", str(package)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "edge-qkv")
+    packed = _json(capsys, "run", package, *RUN)
+    assert packed["tokens"] == before["tokens"]
+    assert packed["figures"]["packed"] and not before["figures"]["packed"]
+    planned = _json(capsys, "plan", package, "--context", "1024")
+    assert planned["weights_anonymous"] == 0
+    assert _json(capsys, "plan", package, "--context", "1024", "--no-packed")["weights_anonymous"] > 0
