@@ -283,7 +283,8 @@ eqkv_status eqkv_session_fork(eqkv_session* session, eqkv_session** fork) {
 }
 
 eqkv_status eqkv_session_save(eqkv_session* session, const char* path) {
-  return with_session(session, [&](Session& s) {
+  const auto rows = [](const Session& s) { return s.length(); };  // of a spilled session, read again
+  return with_rows(session, rows, [&](Session& s) {
     require(path, "path");
     s.save(path);
   });

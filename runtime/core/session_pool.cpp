@@ -1,6 +1,7 @@
 #include "session_pool.h"
 
 #include <algorithm>
+#include <exception>
 #include <string>
 
 #include "error.h"
@@ -55,15 +56,21 @@ std::unique_lock<std::mutex> SessionPool::take_turn() {
 void SessionPool::trim(eqkv_trim_level level) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const PooledSession* last = members_.empty() ? nullptr : members_.back();
+  std::exception_ptr failure;  // one cache that cannot be moved does not keep the others
   visit_idle(nullptr, [&](PooledSession& member) {
     member.session->release_workspace();
     if (member.rows > 0 && (level == EQKV_TRIM_ALL || (level == EQKV_TRIM_IDLE && &member != last))) {
-      spill(member);
+      try {
+        spill(member);
+      } catch (...) {
+        failure = std::current_exception();
+      }
     }
     return true;
   });
   if (level == EQKV_TRIM_ALL) model_->release_pages();
   release_heap();
+  if (failure) std::rethrow_exception(failure);
 }
 
 void SessionPool::visit_idle(const PooledSession* except,
