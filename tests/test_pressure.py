@@ -82,3 +82,10 @@ def test_what_cannot_be_watched_is_one_sentence(model, group, tmp_path_factory):
     model.watch_pressure(group)
     with pytest.raises(InputError, match="already"):
         model.watch_pressure(group)
+
+
+@pytest.mark.parametrize(("android", "ours"), [(20, 2), (40, 3), (80, 3), (5, 1), (15, 3), (0, 0), (7, 0), (-1, 0)])
+def test_androids_levels_have_one_of_ours(android, ours):
+    from edge_qkv._native import library
+
+    assert library().eqkv_android_trim_level(android) == ours

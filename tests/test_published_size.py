@@ -27,8 +27,6 @@ EXPORT = """
 import json, sys
 from pathlib import Path
 from edge_qkv.export import TARGETS
-from limits import run_in_budget
-from memory_probe import check, measure
 TARGETS["onnx"]("random:1.2B/Q-MQA", Path(sys.argv[1]), weights="int4", parity=False)
 peak = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
 print(json.dumps({"peak": int(peak.split()[1]) * 1024}))
