@@ -39,6 +39,15 @@ size_t page_bytes() {
   return bytes;
 }
 
+size_t resident_bytes(const CacheLayout& layout, int64_t rows) {
+  size_t bytes = 0;
+  for (int64_t tensor = 0; tensor < layout.tensors(); ++tensor) {
+    bytes += to_whole_pages(layout.row_bytes(tensor) * static_cast<size_t>(rows)) *
+             static_cast<size_t>(layout.kv_heads);
+  }
+  return bytes;
+}
+
 CacheMemory::CacheMemory(const CacheLayout& layout, int64_t context) {
   view_.layout = layout;
   view_.capacity = context;

@@ -60,6 +60,9 @@ struct RowsFile;
 
 size_t page_bytes();  // of this system
 
+// Bytes that `rows` rows of a layout take in RAM: those of each slab lie in whole pages of their own.
+size_t resident_bytes(const CacheLayout& layout, int64_t rows);
+
 // Address space for the tensors of a CacheView. Nothing is in RAM until rows are written: 1,000 tokens
 // of a context of 32,768 cost 1,000 tokens, rounded up to pages.
 //

@@ -84,6 +84,16 @@ TEST(commit, "memory is committed as rows are written") {
   EXPECT(cache.committed_bytes() <= 1000 * 2816 + 22 * page());
 }
 
+TEST(resident, "rows take in RAM what resident_bytes says, for every layout") {
+  for (const CacheLayout& layout : kLayouts) {
+    for (const int64_t rows : {0, 1, 64, 1001, 3000}) {
+      const CacheMemory cache(layout, 3000);
+      fill_with_noise(cache.view(), 0, rows, 1);
+      EXPECT(cache.committed_bytes() == resident_bytes(layout, rows));
+    }
+  }
+}
+
 TEST(regions, "slabs start on pages and do not overlap") {
   const CacheMemory cache(layout(CacheType::kFloat32, 3, 2, 62), 7);
   const CacheView& view = cache.view();
