@@ -5,6 +5,7 @@ For checks: each call copies every cache, where the native runtime updates them 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ class StockSession:
     """
 
     def __init__(self, package: str | Path, context: int, *, threads: int = 0, providers: Sequence[str] | None = None):
+        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # as the native runtime does
         import onnxruntime
 
         self.package = Package.open(package, verify=False)

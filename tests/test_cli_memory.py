@@ -46,7 +46,7 @@ def test_what_a_budget_does_not_hold_is_refused_with_what_would_fit(package, cap
     needed = plan(package, context=32768, prefill_chunk=128, threads=2).total
     message = _refused(capsys, "run", package, *RUN, "--context", "32768", "--memory", needed - 5_000_000)
     assert "short" in message and "int8 cache" in message and "a context of" in message
-    assert "No single change" in _refused(capsys, "run", package, *RUN, "--memory", "10MB")
+    assert "Even a context of 1 token needs" in _refused(capsys, "run", package, *RUN, "--memory", "10MB")
     assert "--context" in _refused(capsys, "run", package, *RUN, "--context", "many")
     assert "no size" in _refused(capsys, "run", package, *RUN, "--memory", "much")
 

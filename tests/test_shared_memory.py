@@ -217,7 +217,10 @@ def test_threads_take_turns_in_a_budget(package, ids):
 
         def write(name: int) -> None:
             with _session(model, context=2048) as session:
-                results[name] = list(session.generate_tokens(ids[:500], 40, GREEDY))
+                results[name] = []
+                for token in session.generate_tokens(ids[:500], 40, GREEDY):
+                    results[name].append(token)
+                    session.memory()  # short calls, in which others must not find the session unmovable
 
         threads = [threading.Thread(target=write, args=(name,)) for name in range(4)]
         for thread in threads:

@@ -1,7 +1,12 @@
 // The C ABI over models and sessions: checks pointers, catches everything, keeps the last error.
+#include <unistd.h>
+
+#include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -29,13 +34,13 @@ struct eqkv_model {
 
 struct eqkv_session {
   eqkv_session(std::shared_ptr<SessionPool> shared, std::unique_ptr<Session> opened)
-      : pool(std::move(shared)), member(std::move(opened)) {
+      : pool(std::move(shared)), member(std::make_shared<PooledSession>(std::move(opened))) {
     pool->add(member);
   }
   ~eqkv_session() { pool->remove(member); }
 
   const std::shared_ptr<SessionPool> pool;
-  PooledSession member;
+  const SessionPool::Member member;  // outlives the handle while the pool is moving its cache
   std::atomic<bool> entered{false};  // a second thread is refused, not undefined
 };
 
@@ -53,8 +58,8 @@ eqkv_status with_session(Handle* handle, Function function) noexcept {
     }
     const std::unique_ptr<std::atomic<bool>, void (*)(std::atomic<bool>*)> leave(
         &session->entered, [](std::atomic<bool>* entered) { entered->store(false); });
-    const std::lock_guard<std::mutex> lock(session->member.in_use);  // the pool may be trimming it
-    function(*session->member.session);
+    const std::lock_guard<std::mutex> lock(session->member->in_use);  // the pool may be trimming it
+    function(*session->member->session);
   });
 }
 
@@ -68,14 +73,24 @@ eqkv_status with_rows(eqkv_session* handle, Rows rows, Function function) noexce
   });
   if (waited != EQKV_OK) return waited;
   return with_session(handle, [&](Session& s) {
-    handle->pool->make_room(handle->member, std::min(rows(s), s.context()));
+    const auto settle = [&](Session* used) { handle->pool->settle(handle->member, used->length()); };
+    const std::unique_ptr<Session, decltype(settle)> at_end(&s, settle);  // also after an error
+    handle->pool->make_room(handle->member, std::clamp(rows(s), s.length(), s.context()));
     function(s);
+    if (turn) s.release_workspace();  // a budget counts one session's
   });
 }
 
+// Absolute, for the process may change its directory.
 std::string spill_directory(const char* given) {
   const char* temporary = std::getenv("TMPDIR");
-  return given ? given : temporary && *temporary ? temporary : "/tmp";
+  const char* chosen = given ? given : temporary && *temporary ? temporary : "/tmp";
+  const std::unique_ptr<char, void (*)(void*)> resolved(realpath(chosen, nullptr), std::free);
+  if (resolved && access(resolved.get(), W_OK | X_OK) == 0) return resolved.get();
+  if (!given) return chosen;  // nobody has asked for it yet
+  throw Error(EQKV_INVALID_ARGUMENT, std::string(given) + ": caches cannot be moved there (" +
+                                         std::strerror(errno) +
+                                         "); name a directory that can be written to as spill.");
 }
 
 SessionOptions session_options(const eqkv_model& model, const eqkv_session_options& read) {
@@ -83,6 +98,10 @@ SessionOptions session_options(const eqkv_model& model, const eqkv_session_optio
   const Plan& plan = model.plan;
   options.context = read.context == 0 ? plan.context : read.context;
   options.prefill_chunk = read.prefill_chunk;
+  if (read.overflow < EQKV_OVERFLOW_ERROR || read.overflow > EQKV_OVERFLOW_SHIFT) {
+    throw Error(EQKV_INVALID_ARGUMENT,
+                "The overflow policy " + std::to_string(read.overflow) + " is unknown.");
+  }
   options.overflow = {static_cast<eqkv_overflow>(read.overflow), read.sinks, read.window, read.block};
   if (model.has_budget && options.context > plan.context) {
     throw Error(EQKV_OVER_BUDGET,
@@ -138,17 +157,17 @@ eqkv_status eqkv_model_open(const char* path, const eqkv_model_options* options,
 
 void eqkv_model_close(eqkv_model* model) { delete model; }
 
-eqkv_status eqkv_model_trim(eqkv_model* model, eqkv_trim_level level) {
+eqkv_status eqkv_model_trim(eqkv_model* model, int32_t level) {
   return guarded([&] {
     require(model, "model");
-    if (level < EQKV_TRIM_WORKSPACE || level > EQKV_TRIM_ALL) {
-      throw Error(EQKV_INVALID_ARGUMENT, "The trim level must be from 1 (workspace) to 3 (all).");
+    if (level < 0 || level > EQKV_TRIM_ALL) {
+      throw Error(EQKV_INVALID_ARGUMENT, "The trim level must be from 0 (nothing) to 3 (all).");
     }
-    model->pool->trim(level);
+    if (level > 0) model->pool->trim(static_cast<eqkv_trim_level>(level));
   });
 }
 
-int eqkv_android_trim_level(int level) {
+int32_t eqkv_android_trim_level(int32_t level) {
   // ComponentCallbacks2. Since API 34 only UI_HIDDEN and BACKGROUND arrive.
   constexpr struct {
     int android, ours;
@@ -259,7 +278,7 @@ eqkv_status eqkv_session_sample(eqkv_session* session, int32_t* token) {
 eqkv_status eqkv_session_rewind(eqkv_session* session, int64_t length) {
   return with_session(session, [&](Session& s) {
     s.rewind(length);
-    session->pool->forget(session->member, length);
+    session->pool->settle(session->member, s.length());
   });
 }
 
@@ -269,7 +288,7 @@ eqkv_status eqkv_session_match(eqkv_session* session, const int32_t* tokens, siz
     if (count > 0) require(tokens, "tokens");
     require(kept, "kept");
     *kept = s.match(tokens, count);
-    session->pool->forget(session->member, *kept);
+    session->pool->settle(session->member, s.length());
   });
 }
 
@@ -278,7 +297,7 @@ eqkv_status eqkv_session_fork(eqkv_session* session, eqkv_session** fork) {
     require(fork, "fork");
     *fork = nullptr;
     *fork = new eqkv_session(session->pool, s.fork(session->pool->spill_directory()));
-    session->pool->forget(session->member, 0);  // the rows are in a file now
+    session->pool->settle(session->member, 0);  // the rows are in a file now
   });
 }
 
@@ -294,12 +313,12 @@ eqkv_status eqkv_session_restore(eqkv_session* session, const char* path) {
   return with_session(session, [&](Session& s) {
     require(path, "path");
     s.restore(path);
-    session->pool->forget(session->member, 0);
+    session->pool->settle(session->member, 0);
   });
 }
 
 void eqkv_session_cancel(eqkv_session* session) {
-  if (session) guarded([&] { session->member.session->cancel(); });
+  if (session) guarded([&] { session->member->session->cancel(); });
 }
 
 eqkv_status eqkv_session_fill(eqkv_session* session, int64_t length, uint64_t seed) {

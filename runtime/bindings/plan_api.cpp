@@ -71,8 +71,10 @@ EngineOptions engine_options(const eqkv_model_options& options) {
 Plan plan_to_open(const std::string& path, const eqkv_model_options& given) {
   PlanOptions options;
   options.memory = given.memory;
-  options.context = given.context;
-  options.prefill_chunk = given.prefill_chunk;
+  if (given.memory > 0) {  // without a budget they ask for nothing
+    options.context = given.context;
+    options.prefill_chunk = given.prefill_chunk;
+  }
   options.threads = resolved_threads(given.threads);
   options.packed = model_is_packed(path, engine_options(given));
   const Plan plan = plan_memory(describe_model(path).plan, options, plan_engine());

@@ -42,9 +42,6 @@ class Rotation {
 Overflow::Overflow(const OverflowOptions& options, const ModelInfo& model, int64_t context)
     : options_(options), context_(context) {
   const auto refuse = [](const std::string& sentence) { throw Error(EQKV_INVALID_ARGUMENT, sentence); };
-  if (options.policy < EQKV_OVERFLOW_ERROR || options.policy > EQKV_OVERFLOW_SHIFT) {
-    refuse("The overflow policy " + std::to_string(options.policy) + " is unknown.");
-  }
   const bool window = options.policy == EQKV_OVERFLOW_WINDOW,
              shift = options.policy == EQKV_OVERFLOW_SHIFT;
   if (options.sinks < 0 || options.window < 0 || options.block < 0) {

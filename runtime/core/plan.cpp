@@ -60,13 +60,18 @@ PlanOptions checked(const PlanModel& model, PlanOptions options) {
   return options;
 }
 
+// The longest context whose cache has a size that a machine could have.
+int64_t most_tokens(const CacheLayout& layout) {
+  return static_cast<int64_t>((uint64_t{1} << 50) / static_cast<uint64_t>(layout.token_bytes()));
+}
+
 uint64_t cache_bytes(const CacheLayout& layout, int64_t context) {
-  const uint64_t token = static_cast<uint64_t>(layout.token_bytes());
-  if (static_cast<uint64_t>(context) > (uint64_t{1} << 60) / token) {
+  if (context > most_tokens(layout)) {
     throw Error(EQKV_INVALID_ARGUMENT, "A cache of " + std::to_string(context) + " tokens of " +
-                                           std::to_string(token) + " bytes has more bytes than exist.");
+                                           std::to_string(layout.token_bytes()) +
+                                           " bytes has more bytes than exist.");
   }
-  return token * static_cast<uint64_t>(context);
+  return resident_bytes(layout, context);
 }
 
 // Of an evaluation of `tokens` tokens that ends at the full context; decode may split where prefill does
@@ -114,7 +119,7 @@ Plan plan_for(const PlanModel& model, const PlanOptions& options, int64_t contex
 // falls as the context grows.
 int64_t longest_context(const PlanModel& model, const PlanOptions& options, const PlanEngine& engine,
                         uint64_t memory) {
-  int64_t fits = 0, beyond = model.max_positions + 1;
+  int64_t fits = 0, beyond = std::min(model.max_positions, most_tokens(model.cache)) + 1;
   while (beyond - fits > 1) {
     const int64_t middle = fits + (beyond - fits) / 2;
     (plan_for(model, options, middle, engine).total() <= memory ? fits : beyond) = middle;
@@ -132,8 +137,9 @@ std::string over_budget(const PlanModel& model, const PlanOptions& options, cons
                         const Plan& plan) {
   const uint64_t allowed = options.memory;
   const auto tokens = [](int64_t n) { return std::to_string(n) + (n == 1 ? " token" : " tokens"); };
-  std::string message = "A context of " + tokens(plan.context) + " needs " + megabytes(plan.total()) +
-                        " of memory and " + std::to_string(allowed / 100'000 / 10) + "." +
+  std::string message = (options.context == 0 ? "Even a context of " : "A context of ") +
+                        tokens(plan.context) + " needs " + megabytes(plan.total()) + " of memory and " +
+                        std::to_string(allowed / 100'000 / 10) + "." +
                         std::to_string(allowed / 100'000 % 10) +
                         " MB are allowed: " + megabytes(plan.total() - allowed) + " short.";
   std::vector<std::string> changes;
@@ -157,15 +163,24 @@ std::string over_budget(const PlanModel& model, const PlanOptions& options, cons
     consider("a prefill chunk of " + std::to_string(chunk), model, changed);
     if (changes.size() > before) break;
   }
-  if (model.weight_bits > 4) consider("int4 weights", engine.in_int4(model), options);
+  if (model.weight_bits > 4) {
+    const PlanModel changed = engine.in_int4(model);
+    consider("int4 weights", changed, options);
+    const int64_t longest = longest_context(changed, options, engine, allowed);
+    if (longest > 0 && longest < plan.context) {
+      changes.push_back("int4 weights and a context of " + tokens(longest) + " (" +
+                        megabytes(plan_for(changed, options, longest, engine).total()) + ")");
+    }
+  }
   if (!options.packed) {
     PlanOptions changed = options;
     changed.packed = true;
     consider("packed weights", model, changed);
   }
   if (changes.empty()) {
-    return message + " No single change fits: even a context of 1 token needs " +
-           megabytes(plan_for(model, options, 1, engine).total()) + ".";
+    if (plan.context == 1) return message;
+    return message + " At least " + megabytes(plan_for(model, options, 1, engine).total()) +
+           " are needed, for a context of 1 token.";
   }
   message += " What would fit: ";
   for (size_t i = 0; i < changes.size(); ++i) {
@@ -182,7 +197,7 @@ Plan plan_memory(const PlanModel& model, const PlanOptions& given, const PlanEng
   int64_t context = options.context;
   if (context == 0) {
     context = options.memory == 0
-                  ? model.max_positions
+                  ? std::min(model.max_positions, most_tokens(model.cache))
                   : std::max<int64_t>(1, longest_context(model, options, engine, options.memory));
   }
   Plan plan = plan_for(model, options, context, engine);

@@ -8,6 +8,7 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cinttypes>
 #include <cstdio>
@@ -81,6 +82,7 @@ PressureWatch::PressureWatch(const std::string& cgroup, std::function<void(Level
     if (pressure_ >= 0) close(pressure_);
     throw Error(EQKV_OUT_OF_MEMORY, "The system has no file descriptor left to watch memory pressure.");
   }
+  owner_ = getpid();
   try {
     thread_ = std::thread([this] { watch(); });
   } catch (...) {
@@ -92,8 +94,15 @@ PressureWatch::PressureWatch(const std::string& cgroup, std::function<void(Level
 }
 
 PressureWatch::~PressureWatch() {
+  if (getpid() == owner_) {
+    // A byte, not a closed end: a process that was forked meanwhile may hold the other end open.
+    while (write(stop_[1], "", 1) < 0 && errno == EINTR) {
+    }
+    thread_.join();
+  } else {
+    thread_.detach();  // in a forked process there is no such thread
+  }
   close(stop_[1]);
-  thread_.join();
   close(stop_[0]);
   if (pressure_ >= 0) close(pressure_);
 }

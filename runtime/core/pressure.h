@@ -2,6 +2,7 @@
 // the limits of a control group.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <thread>
@@ -29,7 +30,8 @@ class PressureWatch {
   const std::function<void(Level)> react_;
   std::string group_;       // directory; empty: the whole system
   int pressure_ = -1;       // the file with our trigger; -1: none, only the limits are watched
-  int stop_[2] = {-1, -1};  // a pipe: closing its end wakes the thread
+  int64_t owner_ = 0;       // process that the thread runs in
+  int stop_[2] = {-1, -1};  // a pipe: a byte in it ends the thread
   std::thread thread_;
 };
 

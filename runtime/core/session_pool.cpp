@@ -9,82 +9,81 @@
 
 namespace edge_qkv {
 
-void SessionPool::add(PooledSession& member) {
+void SessionPool::add(const Member& member) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  members_.push_back(&member);
+  members_.push_back(member);
 }
 
-void SessionPool::remove(PooledSession& member) {
+void SessionPool::remove(const Member& member) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  members_.remove(&member);
-}
-
-void SessionPool::make_room(PooledSession& member, int64_t rows) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  // The list is kept in the order of use, the last used at its end.
-  members_.remove(&member);
-  members_.push_back(&member);
-  member.rows = rows;
-  if (cache_bytes_ == 0) return;
-  const auto token_bytes = static_cast<uint64_t>(model_->info().cache.token_bytes());
-  uint64_t used = 0;
-  for (const PooledSession* other : members_) used += static_cast<uint64_t>(other->rows) * token_bytes;
-  visit_idle(&member, [&](PooledSession& other) {
-    if (used <= cache_bytes_) return false;
-    if (other.rows > 0) {
-      used -= static_cast<uint64_t>(other.rows) * token_bytes;
-      spill(other);
-    }
-    return true;
-  });
-  if (used <= cache_bytes_) return;
-  throw Error(EQKV_OVER_BUDGET,
-              "The caches of the sessions in use need " + std::to_string(used) +
-                  " bytes, of which the model's memory budget holds " + std::to_string(cache_bytes_) +
-                  "; close a session, rewind one, or open the model with a larger budget.");
-}
-
-void SessionPool::forget(PooledSession& member, int64_t rows) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  member.rows = std::min(member.rows, rows);
+  members_.remove(member);
 }
 
 std::unique_lock<std::mutex> SessionPool::take_turn() {
   return cache_bytes_ > 0 ? std::unique_lock<std::mutex>(turn_) : std::unique_lock<std::mutex>();
 }
 
+void SessionPool::make_room(const Member& member, int64_t rows) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto at = std::find(members_.begin(), members_.end(), member);
+  if (at != members_.end()) members_.splice(members_.end(), members_, at);
+  member->rows = rows;
+  while (cache_bytes_ > 0 && bytes_in_ram() > cache_bytes_) {
+    const Member victim = least_recently_used(member);
+    if (!victim) {
+      throw Error(EQKV_OVER_BUDGET, "The model's memory budget holds " + std::to_string(cache_bytes_) +
+                                        " bytes of caches, and " + std::to_string(members_.size()) +
+                                        " sessions need " + std::to_string(bytes_in_ram()) +
+                                        "; close some, rewind this one, or open the model with a "
+                                        "larger budget.");
+    }
+    lock.unlock();
+    const std::lock_guard<std::mutex> in_use(victim->in_use);
+    lock.lock();
+    if (victim->rows > 0) victim->session->spill(spill_);  // unless it was trimmed meanwhile
+    victim->rows = 0;
+  }
+}
+
+void SessionPool::settle(const Member& member, int64_t rows) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  member->rows = rows;
+}
+
 void SessionPool::trim(eqkv_trim_level level) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const PooledSession* last = members_.empty() ? nullptr : members_.back();
   std::exception_ptr failure;  // one cache that cannot be moved does not keep the others
-  visit_idle(nullptr, [&](PooledSession& member) {
-    member.session->release_workspace();
-    if (member.rows > 0 && (level == EQKV_TRIM_ALL || (level == EQKV_TRIM_IDLE && &member != last))) {
-      try {
-        spill(member);
-      } catch (...) {
-        failure = std::current_exception();
-      }
+  for (const Member& member : members_) {
+    const std::unique_lock<std::mutex> in_use(member->in_use, std::try_to_lock);
+    if (!in_use) continue;
+    member->session->release_workspace();
+    const bool spill = level == EQKV_TRIM_ALL || (level == EQKV_TRIM_IDLE && member != members_.back());
+    if (!spill || member->session->length() == 0) continue;
+    try {
+      member->session->spill(spill_);
+      member->rows = 0;
+    } catch (...) {
+      failure = std::current_exception();
     }
-    return true;
-  });
+  }
   if (level == EQKV_TRIM_ALL) model_->release_pages();
   release_heap();
   if (failure) std::rethrow_exception(failure);
 }
 
-void SessionPool::visit_idle(const PooledSession* except,
-                             const std::function<bool(PooledSession&)>& visit) {
-  for (PooledSession* member : members_) {
-    if (member == except) continue;
-    const std::unique_lock<std::mutex> lock(member->in_use, std::try_to_lock);
-    if (lock && !visit(*member)) return;
-  }
+// In whole pages; a session has two rows of logits besides, of which the plan counts those of one.
+uint64_t SessionPool::bytes_in_ram() const {
+  const ModelInfo& model = model_->info();
+  uint64_t bytes = (members_.size() - 1) * 2 * sizeof(float) * static_cast<uint64_t>(model.vocab_size);
+  for (const Member& member : members_) bytes += resident_bytes(model.cache, member->rows);
+  return bytes;
 }
 
-void SessionPool::spill(PooledSession& member) {
-  member.session->spill(spill_);
-  member.rows = 0;
+SessionPool::Member SessionPool::least_recently_used(const Member& except) const {
+  const auto found = std::find_if(members_.begin(), members_.end(), [&](const Member& member) {
+    return member != except && member->rows > 0;
+  });
+  return found == members_.end() ? nullptr : *found;
 }
 
 }  // namespace edge_qkv

@@ -2,7 +2,8 @@
  *
  * Tokens in, tokens out: text is the caller's. A model is loaded once and shared by any number of
  * sessions; a session is one conversation with its own cache and is used by one thread at a time, except
- * for eqkv_session_cancel, which any thread may call. Sessions of one model may run in parallel.
+ * for eqkv_session_cancel, which any thread may call. Sessions of one model may run in parallel; those
+ * of a model with a memory budget evaluate in turns.
  *
  * Every function that can fail returns an eqkv_status; eqkv_last_error() then holds one sentence for a
  * person. Nothing throws or aborts through this interface. Structs start with `struct_size` (set it to
@@ -130,8 +131,8 @@ typedef struct eqkv_model_options {
   const char* engine_library; /* path of the engine's shared library; null: the system's search path */
   int32_t threads;            /* 0: one for each core */
   uint64_t memory;            /* budget in bytes for the model and its sessions; 0: none */
-  int64_t context;            /* longest of its sessions, in tokens; 0: the longest the budget holds */
-  int64_t prefill_chunk;      /* largest of its sessions; 0: 128 */
+  int64_t context;            /* with a budget: tokens of its longest session; 0: as many as it holds */
+  int64_t prefill_chunk;      /* with a budget: the largest of its sessions; 0: 128 */
   const char* packed_weights; /* directory that eqkv_model_pack wrote to; null: none */
   const char* spill;          /* directory for caches of idle sessions; null: TMPDIR, or /tmp */
 } eqkv_model_options;
@@ -165,7 +166,7 @@ typedef struct eqkv_model_info {
   int64_t cache_bytes_per_token; /* over all layers */
   int32_t packed;                /* whether the weights were mapped from packed files */
   int64_t context;               /* the most that a session may have */
-  char fingerprint[65];          /* hexadecimal digits: equal only where weights and graph are */
+  char fingerprint[65];          /* hexadecimal digits: of weights and graph, as they were exported */
 } eqkv_model_info;
 EQKV_API eqkv_status eqkv_model_get_info(const eqkv_model* model, eqkv_model_info* info);
 
@@ -178,11 +179,13 @@ typedef enum eqkv_trim_level {
 } eqkv_trim_level;
 
 /* Trims the model and its sessions; those that are being used by another thread are left alone. */
-EQKV_API eqkv_status eqkv_model_trim(eqkv_model* model, eqkv_trim_level level);
+EQKV_API eqkv_status eqkv_model_trim(eqkv_model* model, int32_t level); /* eqkv_trim_level; 0: nothing */
 
-/* The level for Android's onTrimMemory(level): UI_HIDDEN (20) is EQKV_TRIM_IDLE, BACKGROUND (40) and
- * what older systems send under more pressure is EQKV_TRIM_ALL; 0: nothing to do. */
-EQKV_API int eqkv_android_trim_level(int level);
+/* The level for Android's onTrimMemory(level), for eqkv_model_trim: UI_HIDDEN (20) is EQKV_TRIM_IDLE and
+ * BACKGROUND (40) EQKV_TRIM_ALL; of those that older systems send, RUNNING_MODERATE (5) is
+ * EQKV_TRIM_WORKSPACE, RUNNING_LOW (10) EQKV_TRIM_IDLE and the others EQKV_TRIM_ALL. Unknown ones are 0.
+ */
+EQKV_API int32_t eqkv_android_trim_level(int32_t level);
 
 /* Linux: starts a thread that trims the model when memory gets short, until the model is closed.
  * `cgroup` is the directory of a control group of version 2 (its memory.pressure, memory.current and
@@ -207,7 +210,7 @@ typedef struct eqkv_session_options {
   int32_t overflow;      /* eqkv_overflow. Dropped tokens are forgotten and the ones after them move up:
                             refused for learned positions, where a cached row cannot move */
   int64_t sinks;         /* with EQKV_OVERFLOW_WINDOW; 0: none */
-  int64_t window;        /* with EQKV_OVERFLOW_WINDOW; 0: half of the context */
+  int64_t window;        /* with EQKV_OVERFLOW_WINDOW; 0: half of the context, sinks included */
   int64_t block;         /* with EQKV_OVERFLOW_SHIFT; 0: a quarter of the context */
 } eqkv_session_options;
 
@@ -216,7 +219,8 @@ EQKV_API eqkv_status eqkv_session_open(eqkv_model* model, const eqkv_session_opt
 EQKV_API void eqkv_session_close(eqkv_session* session); /* not during another call, cancel included */
 
 /* Appends tokens (prefill or decode) and keeps the logits that follow the last one. When `logits` is not
- * null it receives the logits of every new token, [count, vocab_size]. A prompt that does not fit is
+ * null it receives the logits of every new token, [count, vocab_size], for which a budget has no room:
+ * the engine needs up to 4 * chunk * vocab_size bytes more. A prompt that does not fit is
  * refused as a whole, unless the session's overflow option says what to drop; after EQKV_CANCELLED the
  * chunks already evaluated stay. */
 EQKV_API eqkv_status eqkv_session_evaluate(eqkv_session* session, const int32_t* tokens, size_t count,
@@ -263,7 +267,8 @@ EQKV_API eqkv_status eqkv_session_save(eqkv_session* session, const char* path);
 
 /* Puts the session into the state that was saved: the cache is mapped from the file, nothing is
  * evaluated again. The file must have been saved by the same model, with the same cache type, and its
- * tokens must fit into the context: else EQKV_BAD_SNAPSHOT and the session is as before. Do not change
+ * tokens must fit into the context: else EQKV_BAD_SNAPSHOT, or EQKV_CONTEXT_FULL, and the session is as
+ * before. Do not change
  * the file in place afterwards; saving over it is no such change. */
 EQKV_API eqkv_status eqkv_session_restore(eqkv_session* session, const char* path);
 

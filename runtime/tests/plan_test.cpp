@@ -153,7 +153,7 @@ TEST(each_change_holds, "a context or chunk that the message proposes does fit")
 
 TEST(nothing_fits, "where no change fits, the message says what one token needs") {
   const Plan p = plan_memory(model(), with(50 * kMB, 32'768), kPlain);
-  EXPECT(says(p, "No single change fits: even a context of 1 token needs 9"));
+  EXPECT(says(p, " are needed, for a context of 1 token."));
   EXPECT(!says(p, "What would fit"));
   EXPECT(plan_memory(model(), with(50 * kMB, 0), kPlain).context == 1);
 }

@@ -42,6 +42,9 @@ void* open_shared_library(const std::string& path) {
 
 Library::Library(const OrtApi* table, std::string version)
     : table_(table), api_(table), version_(std::move(version)) {
+  // Since 1.29 official builds report usage and keep a device identifier on disk, unless told otherwise
+  // before they start. Who wants that sets the variable to 0.
+  setenv("ORT_DISABLE_TELEMETRY", "1", 0);
   check(api_, api_.CreateEnv(kLogFatal, "edge-qkv", &env_), EQKV_ENGINE_FAILED,
         "ONNX Runtime did not start");
 }
