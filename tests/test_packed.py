@@ -151,6 +151,18 @@ def test_an_interrupted_pack_leaves_nothing_that_is_used(package, plain, tmp_pat
     assert not list(folder.glob(".packing-*")) and logits(package, folder)[0]
 
 
+def test_a_pack_follows_no_link_when_it_clears_away(package, tmp_path):
+    other, folder = tmp_path / "other", tmp_path / "weights"
+    for directory in (other, folder, folder / ".packing-left"):
+        directory.mkdir()
+    for file in (other / "kept", folder / ".packing-left/packed.onnx"):
+        file.write_text("content")
+    (folder / ".packing-x").symlink_to(other)
+    pack(package, folder)
+    assert (other / "kept").read_text() == "content"
+    assert not [p.name for p in folder.iterdir() if p.name.startswith(".packing-")]
+
+
 def test_two_packs_at_once_both_succeed(package, tmp_path):
     folder = tmp_path / "weights"
     both = [_start(package, folder) for _ in range(2)]

@@ -63,7 +63,7 @@ CacheMemory::CacheMemory(const CacheLayout& layout, int64_t context) {
     const int64_t step = page / std::gcd(page, static_cast<int64_t>(layout.row_bytes(tensor)));
     view_.capacity = (view_.capacity + step - 1) / step * step;  // steps are powers of two
   }
-  for (int64_t tensor = 0; tensor < layout.tensors(); ++tensor) reserved_ += view_.tensor_bytes(tensor);
+  reserved_ = view_.bytes();
 
   view_.tensors.reserve(static_cast<size_t>(layout.tensors()));
   void* base = mmap(nullptr, reserved_, PROT_READ | PROT_WRITE,
@@ -129,9 +129,14 @@ void CacheMemory::changed_from(int64_t row) { in_file_ = std::min(in_file_, row)
 
 void CacheMemory::spill(const std::string& directory, int64_t length) {
   if (length == 0) return release(0);
-  // A file that another cache maps, or a snapshot, must not change; one in memory gives no memory back.
-  const bool usable = file_ && (!file_->in_memory || directory.empty()) &&
-                      (in_file_ >= length || (file_->temporary && file_.use_count() == 1));
+  // A file in memory gives no memory back. One that another cache or process maps, or a snapshot, must
+  // not change; and more rows go where they are asked to go: the directory of the file may be full.
+  const auto usable_as_it_is = [&] { return !file_->in_memory || directory.empty(); };
+  const auto writable = [&] {
+    return file_->temporary && file_.use_count() == 1 && file_->forks == forks() &&
+           file_->in_memory == directory.empty();
+  };
+  const bool usable = file_ && (in_file_ >= length ? usable_as_it_is() : writable());
   const std::shared_ptr<const RowsFile> file = usable ? file_ : make_rows_file(directory, view_);
   const int64_t first = usable ? std::min(in_file_, length) : 0;
   // Slab by slab: while one is in RAM twice the ones before it are not in RAM at all. A page that is
@@ -178,7 +183,9 @@ void CacheMemory::map(std::shared_ptr<const RowsFile> file, int64_t length) {
 // Linux checks all that depends on the file and on the number of mappings before it unmaps what lay
 // there: where this fails the rows are still in their place.
 bool CacheMemory::map_slab(const RowsFile& file, int64_t slab, int64_t length) {
-  const size_t bytes = to_whole_pages(slab_row_bytes(slab) * static_cast<size_t>(length));
+  // What lies behind the rows in a file of our own is as undefined as what lies behind them here.
+  const int64_t rows = file.capacity == view_.capacity ? view_.capacity : length;
+  const size_t bytes = to_whole_pages(slab_row_bytes(slab) * static_cast<size_t>(rows));
   const uint64_t offset = file.slabs[static_cast<size_t>(slab)];
   errno = EINVAL;  // what mmap says of a part of a page
   return offset % page_bytes() == 0 &&

@@ -48,6 +48,11 @@ struct CacheView {
   size_t tensor_bytes(int64_t tensor) const {
     return slab_bytes(tensor) * static_cast<size_t>(layout.kv_heads);
   }
+  size_t bytes() const {  // of all tensors
+    size_t sum = 0;
+    for (int64_t tensor = 0; tensor < layout.tensors(); ++tensor) sum += tensor_bytes(tensor);
+    return sum;
+  }
   // Slab i is kv head i % G of tensor i / G.
   std::byte* slab(int64_t i) const { return row(i / layout.kv_heads, i % layout.kv_heads, 0); }
   std::byte* row(int64_t tensor, int64_t head, int64_t row) const {
@@ -94,8 +99,9 @@ class CacheMemory {
 
   // Moves rows [0, length) to a file without a name in `directory` (empty: in memory), maps them from
   // there and gives the rest back: afterwards no page is in RAM. Where the rows are in a file already,
-  // those that are unchanged are not written again, unless another cache uses that file or it is a
-  // snapshot, and some did change; then all go to a new one. Throws Error; the rows are then as before.
+  // those that are unchanged are not written again, unless some did change and that file is a snapshot,
+  // or lies elsewhere, or another cache or process uses it; then all go to a new one. Throws Error; the
+  // rows are then as before.
   void spill(const std::string& directory, int64_t length);
 
   // Replaces rows [0, length) by those in `file`, which must hold as many in a layout like this one, and

@@ -1,9 +1,11 @@
 #include "rows_file.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 
@@ -15,6 +17,8 @@
 
 namespace edge_qkv {
 namespace {
+
+std::atomic<uint64_t> fork_count{0};
 
 File in_memory() {
 #if defined(SYS_memfd_create)
@@ -39,9 +43,18 @@ File without_name(const std::string& directory) {
 
 }  // namespace
 
+uint64_t forks() {
+  [[maybe_unused]] static const int counted = [] {
+    const auto count = [] { ++fork_count; };
+    return pthread_atfork(nullptr, count, count);
+  }();
+  return fork_count;
+}
+
 std::shared_ptr<const RowsFile> make_rows_file(const std::string& directory, const CacheView& view) {
   auto rows = std::make_shared<RowsFile>();
   rows->temporary = true;
+  rows->forks = forks();
   rows->in_memory = directory.empty();
   rows->file = rows->in_memory ? in_memory() : without_name(directory);
   rows->place = rows->in_memory ? "memory" : directory;
@@ -50,7 +63,12 @@ std::shared_ptr<const RowsFile> make_rows_file(const std::string& directory, con
                                            std::strerror(errno) +
                                            "; name a directory that can be written to.");
   }
-  // As the slabs lie in the cache: there is room to grow, and what was not written takes no space.
+  // As the slabs lie in the cache: there is room to grow, and what was not written takes no space. With
+  // the size of the cache, whole slabs can be mapped, which the kernel joins to one mapping. Not in
+  // memory: there the first write to a page of a private mapping also takes memory for the file's page.
+  if (!rows->in_memory && ftruncate(rows->file.get(), static_cast<off_t>(view.bytes())) == 0) {
+    rows->capacity = view.capacity;
+  }
   for (int64_t slab = 0; slab < view.layout.slabs(); ++slab) {
     rows->slabs.push_back(static_cast<uint64_t>(view.slab(slab) - view.slab(0)));
   }

@@ -102,10 +102,16 @@ Header make_header(const ModelInfo& model) {
   throw Error(status, "The snapshot cannot be saved to " + path + ": " + why + ".");
 }
 
+// `.NAME.partial` beside the file NAME that `path` names.
+std::string partial_name(const std::string& path) {
+  const size_t name = path.rfind('/') + 1;  // 0 where there is no slash
+  return path.substr(0, name) + "." + path.substr(name) + ".partial";
+}
+
 // The file beside `path` that becomes `path`, or is removed.
 class PartialFile {
  public:
-  explicit PartialFile(const std::string& path) : path_(path), name_(path + ".partial") {
+  explicit PartialFile(const std::string& path) : path_(path), name_(partial_name(path)) {
     struct stat there = {};
     if (path.empty()) refuse_save("\"\"", "the path is empty");
     if (stat(path.c_str(), &there) == 0 && !S_ISREG(there.st_mode))
@@ -145,13 +151,24 @@ class PartialFile {
   }
 
  private:
-  // False where another writer renamed or removed the file between our opening and locking it: the file
-  // that we then have is the finished snapshot, or nobody's.
+  // False where there is no file of ours yet: one that was there is removed once it is locked, never
+  // written to, for it may have other names or be mapped; and another writer may have renamed or removed
+  // the file between our opening and locking it: what we then have is the finished snapshot, or
+  // nobody's.
   bool open_locked() {
-    // Nothing is truncated before it is locked. Non-blocking, and no link followed: it may be anything.
-    constexpr int kFlags = O_RDWR | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW;
-    File file(open(name_.c_str(), kFlags, 0600));
+    // Non-blocking, and no link followed: it may be anything.
+    constexpr int kFlags = O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW;
+    File file(open(name_.c_str(), kFlags | O_CREAT | O_EXCL, 0600));
+    const bool is_new = static_cast<bool>(file);
+    if (!is_new && errno == EEXIST) {
+      file = File(open(name_.c_str(), kFlags));
+      if (!file && errno == ENOENT) return false;
+    }
     struct stat ours = {}, named = {};
+    if (!file && errno == ENAMETOOLONG) {
+      refuse_save(
+          path_, "the name of " + name_ + ", which is written first, is too long; choose a shorter one");
+    }
     if (!file) refuse_save(path_, name_ + ": " + std::strerror(errno));
     if (fstat(file.get(), &ours) != 0 || !S_ISREG(ours.st_mode)) {
       refuse_save(path_, name_ + " is in the way: it is not a file");
@@ -163,6 +180,13 @@ class PartialFile {
     if (lstat(name_.c_str(), &named) != 0 || named.st_dev != ours.st_dev ||
         named.st_ino != ours.st_ino) {
       flock(file.get(), LOCK_UN);
+      return false;
+    }
+    if (!is_new) {
+      const bool removed = unlink(name_.c_str()) == 0;
+      const int error = errno;
+      flock(file.get(), LOCK_UN);
+      if (!removed) refuse_save(path_, name_ + " is in the way: " + std::strerror(error));
       return false;
     }
     file_ = std::move(file);
@@ -319,7 +343,6 @@ void save_snapshot(const std::string& path, const ModelInfo& model, const CacheV
   header.rows_offset = places.rows;
 
   PartialFile partial(path);
-  if (ftruncate(partial.file().get(), 0) != 0) PartialFile::refuse_write(path);
   Writer writer(partial.file(), path);
   writer.write(tokens.data(), tokens.size() * sizeof tokens[0]);
   if (logits) writer.write(logits, header.vocab_size * sizeof *logits);

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <memory>
 
 #include "core/memory.h"
@@ -229,6 +231,23 @@ TEST(out_of_memory, "rows that were spilled into memory move on to a directory")
   EXPECT(!cache.file()->in_memory);
 }
 
+TEST(full_directory, "rows for which the directory of the others has no space go to memory") {
+  const TemporaryDirectory directory;
+  CacheMemory cache(kLayouts[2], 3000);
+  fill_with_noise(cache.view(), 0, 1000, 1);
+  cache.spill(directory.path(), 1000);
+  fill_with_noise(cache.view(), 1000, 2000, 2);
+  const RowsFile* file = cache.file().get();
+  {
+    const FileSizeLimit limit(page());
+    EXPECT_ERROR(EQKV_OUT_OF_MEMORY, directory.path(), cache.spill(directory.path(), 2000));
+  }
+  EXPECT(cache.file().get() == file);
+  cache.spill("", 2000);
+  EXPECT(cache.file()->in_memory && cache.committed_bytes() == 0);
+  EXPECT(holds_noise(cache.view(), 0, 1000, 1) && holds_noise(cache.view(), 1000, 2000, 2));
+}
+
 TEST(spilled_memory, "the rows of a spilled cache are no anonymous memory, read or not") {
   const TemporaryDirectory directory;
   CacheMemory cache(layout(CacheType::kFloat16, 2, 1, 64), 1 << 17);  // 32 MiB
@@ -305,6 +324,72 @@ TEST(shared, "caches of one file share its pages, and none sees what another wri
   }
 }
 
+TEST(processes, "after a fork(2) neither process sees what the other writes or spills") {
+  const TemporaryDirectory directory;
+  for (const std::string& place : {directory.path(), std::string()}) {
+    for (const bool child_writes : {false, true}) {
+      CacheMemory cache(kLayouts[2], 3000);
+      fill_with_noise(cache.view(), 0, 2001, 1);
+      cache.spill(place, 2001);
+      const auto write = [&] {
+        cache.release(1001);
+        fill_with_noise(cache.view(), 1001, 2500, 2);
+        cache.spill(place, 2500);
+        const RowsFile* file = cache.file().get();
+        cache.changed_from(2000);
+        fill_with_noise(cache.view(), 2000, 2500, 3);
+        cache.spill(place, 2500);  // the new file is this process's own
+        return cache.file().get() == file && holds_noise(cache.view(), 0, 1001, 1) &&
+               holds_noise(cache.view(), 1001, 2000, 2) && holds_noise(cache.view(), 2000, 2500, 3);
+      };
+      int done[2];
+      EXPECT(pipe(done) == 0);
+      const pid_t child = fork();
+      if (child == 0) {
+        close(done[1]);
+        char byte;
+        if (!child_writes && read(done[0], &byte, 1) != 0) _exit(2);
+        _exit(child_writes ? write() : holds_noise(cache.view(), 0, 2001, 1));
+      }
+      if (!child_writes) EXPECT(write());
+      close(done[1]);
+      int status = 0;
+      waitpid(child, &status, 0);
+      close(done[0]);
+      EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 1);
+      if (child_writes) EXPECT(holds_noise(cache.view(), 0, 2001, 1));
+    }
+  }
+}
+
+TEST(mappings, "a spilled cache takes a handful of mappings, however many slabs it has") {
+  const TemporaryDirectory directory;
+  const auto mappings = [] {
+    std::ifstream maps("/proc/self/maps");
+    return std::count(std::istreambuf_iterator<char>(maps), {}, '\n');
+  };
+  const CacheLayout layout{CacheType::kFloat16, 24, 2, 8, 64};
+  const auto before = mappings();
+  if (before == 0) return;  // the kernel does not say
+  CacheMemory parent(layout, 500), child(layout, 500);
+  fill_with_noise(parent.view(), 0, 100, 1);
+  parent.spill(directory.path(), 100);
+  child.map(parent.file(), 100);
+  EXPECT(mappings() <= before + 8);
+  child.changed_from(100);
+  fill_with_noise(child.view(), 100, 200, 2);
+  child.spill(directory.path(), 200);  // to a file of its own
+  child.release(150);
+  fill_with_noise(child.view(), 150, 300, 3);
+  child.spill(directory.path(), 300);  // to the same
+  EXPECT(mappings() <= before + 8);
+  EXPECT(parent.committed_bytes() == 0 && child.committed_bytes() == 0);
+  fill_with_noise(parent.view(), 100, 500, 4);
+  EXPECT(holds_noise(parent.view(), 0, 100, 1) && holds_noise(parent.view(), 100, 500, 4));
+  EXPECT(holds_noise(child.view(), 0, 100, 1) && holds_noise(child.view(), 100, 150, 2));
+  EXPECT(holds_noise(child.view(), 150, 300, 3));
+}
+
 TEST(one_copy, "two caches of one file take the memory of one, and of the pages that they change") {
   const TemporaryDirectory directory;
   const int64_t rows = 1 << 17;  // 32 MiB
@@ -366,14 +451,13 @@ TEST(no_mappings,
      "without mappings left a spill is refused, with every row as it was, and rows are read instead") {
   const int64_t most = proc_number("/proc/sys/vm/max_map_count", "");
   if (most < 0 || most > 200000) return;  // too many to use up here
-  const TemporaryDirectory directory;
-  const pid_t child = fork();  // which alone runs out of them
+  const pid_t child = fork();             // which alone runs out of them
   if (child == 0) {
     int good = 0;
     CacheMemory cache(kLayouts[2], 3000), source(kLayouts[2], 3000), reader(kLayouts[2], 3000);
     fill_with_noise(cache.view(), 0, 2000, 1);
     fill_with_noise(source.view(), 0, 2000, 2);
-    source.spill(directory.path(), 2000);
+    source.spill("", 2000);
     const size_t pages = 2 * static_cast<size_t>(most);
     auto* at = static_cast<char*>(
         mmap(nullptr, pages * page(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
@@ -381,7 +465,7 @@ TEST(no_mappings,
     while (i < pages && mprotect(at + i * page(), page(), PROT_READ) == 0) i += 2;
     for (int back = 0; back < 3; ++back) mprotect(at + (i -= 2) * page(), page(), PROT_NONE);
     try {
-      cache.spill(directory.path(), 2000);
+      cache.spill("", 2000);  // in memory: two mappings a slab
     } catch (const Error& error) {
       good += error.status() == EQKV_OUT_OF_MEMORY && std::strstr(error.what(), "cannot be mapped");
     }
@@ -390,7 +474,7 @@ TEST(no_mappings,
     good += !reader.file() && holds_noise(reader.view(), 0, 2000, 2);
     good += cache.committed_bytes() < cache.reserved_bytes() / 3 * 2;  // it was half-way
     good += holds_noise(cache.view(), 0, 2000, 1);
-    cache.spill(directory.path(), 2000);
+    cache.spill("", 2000);
     good += cache.committed_bytes() == 0 && holds_noise(cache.view(), 0, 2000, 1);
     _exit(good);
   }

@@ -90,6 +90,7 @@ struct Saved {
   const std::vector<int32_t> kBefore = {1, 2, 3};
   TemporaryDirectory directory;
   const std::string path = directory / "snapshot", other = directory / "other";
+  const std::string partial = directory / ".snapshot.partial";  // while it is written
   std::shared_ptr<FakeModel> model;
   Session session;
   Session target = Session(model, {300, 64});
@@ -346,9 +347,10 @@ TEST(no_file, "what is no file is refused, to restore from as to save to") {
   EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "not a file", saved.session.save(saved.directory.path()));
   EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "not a file", saved.session.save(pipe));
   EXPECT_ERROR(EQKV_INVALID_ARGUMENT, absent, saved.session.save(absent + "/snapshot"));
-  EXPECT(mkfifo((absent + ".partial").c_str(), 0600) == 0);
+  const std::string in_the_way = saved.directory / ".absent.partial";
+  EXPECT(mkfifo(in_the_way.c_str(), 0600) == 0);
   EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "in the way", saved.session.save(absent));
-  EXPECT(access((absent + ".partial").c_str(), F_OK) == 0);
+  EXPECT(access(in_the_way.c_str(), F_OK) == 0);
 }
 
 TEST(save_fails, "a save that fails keeps the last snapshot and leaves nothing else behind") {
@@ -359,12 +361,43 @@ TEST(save_fails, "a save that fails keeps the last snapshot and leaves nothing e
     EXPECT_ERROR(EQKV_OUT_OF_MEMORY, "free space", saved.session.save(saved.path));
   }
   EXPECT(read_file(saved.path) == saved.bytes);
-  EXPECT(access((saved.path + ".partial").c_str(), F_OK) != 0);
+  EXPECT(access(saved.partial.c_str(), F_OK) != 0);
 }
 
-TEST(stale, "what a killed save left behind is written over, what a running one writes is left alone") {
+TEST(not_ours,
+     "a file that has the name of an unfinished save keeps its content under its other names") {
   Saved saved;
-  const std::string partial = saved.path + ".partial";
+  const std::string kept = saved.directory / "kept", users = saved.path + ".partial";
+  write_file(users, "a file of the user");
+  for (const std::string& content : {saved.bytes, std::string()}) {
+    write_file(kept, content);
+    EXPECT(link(kept.c_str(), saved.partial.c_str()) == 0);
+    saved.target.restore(saved.path);
+    if (!content.empty()) saved.target.restore(saved.partial);  // and is mapped
+    saved.session.rewind(saved.session.length() - 10);
+    saved.session.save(saved.path);
+    EXPECT(read_file(kept) == content && access(saved.partial.c_str(), F_OK) != 0);
+    if (content.empty()) continue;
+    saved.target.rewind(149);
+    saved.target.evaluate(&some_tokens(150)[149], 1, nullptr);  // reads every row
+    saved.target.save(saved.path);
+    EXPECT(read_file(saved.path) == saved.bytes);
+  }
+  EXPECT(read_file(users) == "a file of the user");
+}
+
+TEST(long_name, "a name that leaves no room for that of the unfinished file is one sentence") {
+  Saved saved;
+  const std::string longest = saved.directory / std::string(246, 'x');  // of 255
+  saved.session.save(longest);
+  EXPECT(read_file(longest) == saved.bytes);
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "choose a shorter one", saved.session.save(longest + "x"));
+  EXPECT(access((longest + "x").c_str(), F_OK) != 0);
+}
+
+TEST(stale, "what a killed save left behind is removed, what a running one writes is left alone") {
+  Saved saved;
+  const std::string& partial = saved.partial;
   write_file(partial, std::string(saved.bytes.size() * 2, 'x'));
   saved.session.save(saved.path);
   EXPECT(read_file(saved.path) == saved.bytes && access(partial.c_str(), F_OK) != 0);
@@ -382,7 +415,7 @@ TEST(stale, "what a killed save left behind is written over, what a running one 
 #if defined(__linux__)
 TEST(finished, "a snapshot that another writer finishes just before we lock it is not written over") {
   Saved saved;
-  const std::string partial = saved.path + ".partial", theirs = std::string(5000, 'x');
+  const std::string &partial = saved.partial, theirs = std::string(5000, 'x');
   for (const bool third :
        {false, true}) {  // whether one more writer has begun meanwhile, and was killed
     write_file(partial, theirs);
@@ -428,5 +461,5 @@ TEST(writers, "however many save to one path, it always holds the whole snapshot
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT(whole > 0 && saves > 0 && failures == 0);
-  EXPECT(access((saved.path + ".partial").c_str(), F_OK) != 0);
+  EXPECT(access(saved.partial.c_str(), F_OK) != 0);
 }

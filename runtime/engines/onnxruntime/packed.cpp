@@ -50,13 +50,22 @@ bool on_disk(const std::string& path) {
   return file && fsync(file.get()) == 0;
 }
 
-// Removes a directory of ours and the files in it.
+// Removes a directory of this user's and the files in it. Of a link, which may lead anywhere, only the
+// link; anything else is left alone.
 void remove_folder(const std::string& path) {
-  if (DIR* folder = opendir(path.c_str())) {
-    while (const dirent* entry = readdir(folder)) unlinkat(dirfd(folder), entry->d_name, 0);
-    closedir(folder);
+  struct stat status = {};
+  if (lstat(path.c_str(), &status) == 0 && S_ISLNK(status.st_mode)) unlink(path.c_str());
+  const int descriptor = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  if (descriptor < 0) return;
+  DIR* folder = fdopendir(descriptor);  // owns the descriptor
+  if (!folder) {
+    close(descriptor);
+    return;
   }
-  rmdir(path.c_str());
+  const bool ours = fstat(descriptor, &status) == 0 && status.st_uid == geteuid();
+  while (const dirent* entry = ours ? readdir(folder) : nullptr) unlinkat(descriptor, entry->d_name, 0);
+  closedir(folder);
+  if (ours) rmdir(path.c_str());
 }
 
 // What an interrupted process left. Only with the lock held.
