@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from edge_qkv.bench import depth, restore
 from edge_qkv.cli import main
 from edge_qkv.planning import plan
 
@@ -40,6 +41,21 @@ def test_a_budget_gives_the_longest_context_it_holds(package, capsys):
     assert figures["context"] == plan(package, memory=needed, prefill_chunk=128, threads=2).context >= 3000
     assert _json(capsys, "run", package, *RUN, "--memory", "1GB", "--context", "max")["figures"]["context"] == 32768
     assert _json(capsys, "run", package, *RUN, "--memory", "1GB", "--context", "1,777")["figures"]["context"] == 1777
+
+
+def test_a_conversation_that_outgrows_the_budget_is_told_so(package, capsys):
+    budget = ("--threads", "2", "--memory", plan(package, context=10, prefill_chunk=128, threads=2).total)
+    held = _json(capsys, "run", package, "--tokens", "1", "--max-tokens", "1", *budget)["figures"]["context"]
+    message = _refused(capsys, "run", package, "--tokens", ",".join(["1"] * (held + 1)), *budget)
+    assert f"{held + 1} more tokens do not fit: 0 of" in message and f"(its memory budget holds {held})" in message
+
+
+def test_benchmarks_go_as_far_as_the_model_does(tiny_package, capsys):
+    capsys.readouterr()
+    assert depth.main([str(tiny_package), "--repeats", "1", "--json"]) == 0
+    assert [row["depth"] for row in json.loads(capsys.readouterr().out)["depths"]] == [0, 95]
+    assert restore.main([str(tiny_package), "--repeats", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 95
 
 
 def test_what_a_budget_does_not_hold_is_refused_with_what_would_fit(package, capsys):
