@@ -15,8 +15,10 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
-from edge_qkv import EdgeQKVError, Session
+from edge_qkv import EdgeQKVError, Model, Session
 from edge_qkv.tables import size, table
+
+DEPTHS = 0, 1024, 8192, 32767
 
 
 def measure(session: Session, depths: Sequence[int], repeats: int) -> list[dict]:
@@ -44,15 +46,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("package", help="directory written by edge-qkv export")
-    parser.add_argument("--depths", type=int, nargs="+", default=[0, 1024, 8192, 32767], help="tokens in the cache")
+    parser.add_argument(
+        "--depths",
+        type=int,
+        nargs="+",
+        help="tokens in the cache; default: 0 1024 8192 32767, as far as the model goes",
+    )
     parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
     parser.add_argument("--repeats", type=int, default=5, help="measurements a depth")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     try:
-        with Session(arguments.package, context=max(arguments.depths) + 1, threads=arguments.threads) as session:
-            loaded = session.memory()
-            rows = measure(session, arguments.depths, max(1, arguments.repeats))
+        with Model(arguments.package, arguments.threads) as model:
+            depths = arguments.depths or sorted({min(depth, model.info.context - 1) for depth in DEPTHS})
+            with Session(model, context=max(depths) + 1) as session:
+                loaded = session.memory()
+                rows = measure(session, depths, max(1, arguments.repeats))
     except EdgeQKVError as error:
         print(f"edge_qkv.bench.depth: {error}", file=sys.stderr)
         return 2

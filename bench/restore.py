@@ -20,6 +20,7 @@ from edge_qkv import EdgeQKVError, Model, Session
 from edge_qkv.tables import size, table
 
 DEPTHS = 8
+TOKENS = 32767
 
 
 def measure(model: Model, tokens: int, folder: Path, repeats: int, whole: bool) -> dict[str, float]:
@@ -95,7 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("package", help="directory written by edge-qkv export")
-    parser.add_argument("--tokens", type=int, default=32767, help="length of the conversation")
+    parser.add_argument(
+        "--tokens", type=int, help=f"length of the conversation; default: {TOKENS:,}, or what the model allows"
+    )
     parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of saving and restoring")
     parser.add_argument("--whole", action="store_true", help="run the whole prefill: minutes for a large model")
@@ -103,9 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         with Model(arguments.package, arguments.threads) as model, tempfile.TemporaryDirectory() as folder:
-            if not 1 <= arguments.tokens <= model.info.context:
-                raise EdgeQKVError(f"--tokens must be from 1 to {model.info.context}, the most this model allows")
-            figures = measure(model, arguments.tokens, Path(folder), max(1, arguments.repeats), arguments.whole)
+            limit = model.info.context
+            tokens = min(TOKENS, limit - 1) if arguments.tokens is None else arguments.tokens
+            if not 1 <= tokens <= limit:
+                raise EdgeQKVError(f"--tokens must be from 1 to {limit}, the most this model allows")
+            figures = measure(model, tokens, Path(folder), max(1, arguments.repeats), arguments.whole)
     except EdgeQKVError as error:
         print(f"edge_qkv.bench.restore: {error}", file=sys.stderr)
         return 2

@@ -10,7 +10,7 @@ from edge_qkv.errors import Cancelled, ContextFull, EdgeQKVError, InputError, Ov
 from edge_qkv.loaded import Model
 from edge_qkv.package import Package
 from edge_qkv.packing import pack
-from edge_qkv.planning import plan
+from edge_qkv.planning import Plan, plan
 from edge_qkv.sampling import Sampling
 from edge_qkv.session import Session
 
@@ -23,6 +23,7 @@ __all__ = [
     "ModelConfig",
     "OverBudget",
     "Package",
+    "Plan",
     "Sampling",
     "Session",
     "pack",

@@ -79,10 +79,17 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _pack(arguments: argparse.Namespace) -> None:
-    from edge_qkv.packing import pack
+    from edge_qkv.packing import is_packed, pack
+    from edge_qkv.tables import size
 
-    print(f"packing {arguments.package}: once for this processor", file=sys.stderr)
-    print(pack(arguments.package, arguments.output, arguments.threads))
+    before = is_packed(arguments.package, arguments.output)
+    if not before:
+        print(f"packing {arguments.package}: once for this processor", file=sys.stderr)
+    folder = pack(arguments.package, arguments.output, arguments.threads)
+    on_disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(
+        f"{folder}: {'was packed already' if before else 'packed'}; all packed weights there: {size(on_disk)} on disk"
+    )
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
@@ -147,7 +154,9 @@ def _parser() -> argparse.ArgumentParser:
     added = command("run", run_command.run, "Run a package: the text that follows a prompt, as it is written.")
     run_command.add_arguments(added)
     added = command(
-        "pack", _pack, "Prepare a package's weights for this processor: they load faster and take less memory."
+        "pack",
+        _pack,
+        "Prepare a package's weights for this processor: they load faster and take less anonymous memory.",
     )
     added.add_argument("package", help="directory written by edge-qkv export")
     added.add_argument("--output", type=Path, help="directory; default: edge-qkv below the user's cache directory")
@@ -177,7 +186,8 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="W",
-        help="a token sees the last W tokens; 0: as the checkpoint says",
+        help="a token sees the last W tokens (the cache still holds every token; see run --overflow); "
+        "0: as the checkpoint says",
     )
     add("--sinks", type=int, default=0, metavar="S", help="and the first S tokens; 0: as the checkpoint says")
     add("--output", type=Path, required=True, help="package directory to write; replaced as a whole")

@@ -6,9 +6,12 @@ import contextlib
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from edge_qkv import _native
+from edge_qkv.checks import chunk_size, thread_count, whole
 from edge_qkv.errors import InputError
 from edge_qkv.package import Package
 from edge_qkv.packing import is_packed, model_options
@@ -26,17 +29,35 @@ class NativeObject:
 
     def __init__(self) -> None:
         self._handle = ctypes.c_void_p()
-        self._in_use = threading.Lock()  # held during a call, so that closing waits for it
+        self._in_use = threading.RLock()  # held during a call, so that closing waits for it
+        # The lock lets its own thread in again, which only a signal handler tries that runs during a call.
+        self._in_call = self._close_after = False
 
-    def _call(self, name: str, *arguments) -> None:
+    def _call(self, name: str, *arguments, read: Callable[[], Any] | None = None) -> Any:
+        """Calls a function of the library with the handle. `read` is called while the handle cannot be closed, and its
+        value returned."""
+        what = type(self).__name__.lower()
         with self._in_use:
+            if self._in_call:
+                raise InputError(f"the {what} is in a call of this thread; use it when the call has returned")
             if not self._handle:
-                raise InputError(f"the {type(self).__name__.lower()} is closed; open a new one")
-            _native.call(name, self._handle, *arguments)
+                raise InputError(f"the {what} is closed; open a new one")
+            try:
+                self._in_call = True
+                _native.call(name, self._handle, *arguments)
+                return read() if read else None
+            finally:
+                self._in_call = False
+                if self._close_after:
+                    self.close()
 
     def close(self) -> None:
-        """Frees the memory, after a call that another thread is in; the object must not be used after."""
+        """Frees the memory, after a call that another thread is in, or this one where a signal handler closes; the
+        object must not be used after."""
         with self._in_use:
+            if self._in_call:
+                self._close_after = True
+                return
             handle, self._handle = self._handle, ctypes.c_void_p()
             if handle:
                 getattr(_native.library(), self._close_function)(handle)
@@ -59,9 +80,9 @@ class Model(NativeObject):
     "512MB", for everything that this model and its sessions add to the process; what it cannot hold is refused
     before any weight is read, and sessions share it: they evaluate in turns, and the caches of those least recently
     used are moved to files when one needs the room. context, prefill_chunk: the longest session to plan the budget
-    for, in tokens (None: the longest that it holds), and the largest chunk. packed: directory of weights that `pack`
-    has prepared for this processor (None: the default one; False: do not use them). spill: directory for caches that
-    leave RAM (None: the system's for temporary files). Raises `InputError`.
+    for, in tokens (None: the longest that it holds), and the largest chunk (0: 128). packed: directory of weights that
+    `pack` has prepared for this processor (None: the default one; False: do not use them). spill: directory for caches
+    that leave RAM (None: the system's for temporary files). Raises `InputError`.
     """
 
     _close_function = "eqkv_model_close"
@@ -79,8 +100,11 @@ class Model(NativeObject):
         spill: str | Path | None = None,
     ) -> None:
         super().__init__()
-        if not 0 <= threads <= 256:
-            raise InputError(f"threads = {threads}: must be between 0 (one for each core) and 256")
+        threads, prefill_chunk = thread_count(threads), chunk_size(prefill_chunk)
+        context = None if context is None else whole(context, "context", 1)
+        for name, folder in (("packed", packed), ("spill", spill)):
+            if not (folder is None or isinstance(folder, bool) or Path(folder).is_dir()):
+                raise InputError(f"{name} = {folder}: is not a directory")
         self._budget = 0 if memory is None else parse_size(memory, "memory")
         self.package = Package.open(package, verify=False)
         if self._budget:  # refused before the files are read for their hashes

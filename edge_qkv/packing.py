@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from edge_qkv import _native
+from edge_qkv.checks import thread_count
 from edge_qkv.package import Package
 
 
@@ -40,5 +41,6 @@ def is_packed(package: str | Path | Package, directory: str | Path | bool | None
 def model_options(packed: str | Path | bool | None, threads: int = 0) -> _native.ModelOptions:
     """The options of the C ABI; `packed` as `Model` takes it."""
     folder = None if packed is False else os.fsencode(packed_directory() if packed in (None, True) else packed)
+    threads = thread_count(threads)
     library = os.fsencode(_native.onnxruntime_path())
     return _native.ModelOptions(engine_library=library, threads=threads, packed_weights=folder)

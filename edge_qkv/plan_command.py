@@ -6,15 +6,14 @@ import argparse
 import json
 from dataclasses import asdict, replace
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from edge_qkv.config import CACHE_BYTES, ModelConfig
 from edge_qkv.errors import InputError
-from edge_qkv.package import MANIFEST, Package
-from edge_qkv.planning import BLOCK_SIZES, WEIGHT_BITS, Plan, fits, plan
-from edge_qkv.presets import PRESETS, VARIANTS, apply_variant, preset
-from edge_qkv.sizes import parse_size
+from edge_qkv.package import Package
+from edge_qkv.planning import BLOCK_SIZES, WEIGHT_BITS, Plan, fits, plan, planned_model
+from edge_qkv.presets import VARIANTS, apply_variant
+from edge_qkv.sizes import parse_size, parse_tokens
 from edge_qkv.tables import size, table
 
 SUMMARY = "Plan memory: what a model needs at a context, and the longest context that a budget holds."
@@ -62,17 +61,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    model = _model(arguments.model)
+    if arguments.device and (arguments.variants or arguments.memory):
+        raise InputError("--device has its own memory and its own table; leave --memory and --variants out")
+    if arguments.variants and arguments.memory:
+        raise InputError("--variants shows caches without a budget; leave --memory out")
+    model = planned_model(arguments.model)
     config = model.config if isinstance(model, Package) else model
     if isinstance(model, Package) and (arguments.weights or arguments.block_size):
         raise InputError("--weights and --block-size are for models that are not exported yet; a package has its own")
+    own = model.manifest.get("cache") if isinstance(model, Package) else None
+    if own and arguments.cache not in (None, own):
+        raise InputError(f"--cache {arguments.cache}: this package has the cache type {own}, chosen at its export")
     memory = arguments.memory
     memory = memory if memory in (None, "min") else parse_size(memory, "--memory")
-    context = _context(arguments.context)
+    context = parse_tokens(arguments.context, "--context")
     if arguments.variants:
         return _print_variants(config, context, arguments.json)
     options: dict[str, Any] = dict(
-        cache=arguments.cache,
+        cache=arguments.cache or own,
         weights=arguments.weights or "int4",
         block_size=arguments.block_size,
         prefill_chunk=arguments.prefill_chunk,
@@ -99,7 +105,7 @@ def describe(name: str, made: Plan) -> str:
     rows.append(("total", f"{made.total - made.anonymous:,}", f"{made.anonymous:,}", size(made.total)))
     head = (
         f"{name}: {made.context:,} tokens, {made.cache_type} cache, chunks of {made.prefill_chunk}, "
-        f"{made.threads} threads; total {made.total:,} bytes"
+        f"{made.threads} threads, weights {'packed' if made.packed else 'not packed'}; total {made.total:,} bytes"
     )
     lines = [head, "", table(rows, ("bytes", "file-backed", "anonymous", "together"))]
     if made.memory is not None:
@@ -110,25 +116,6 @@ def describe(name: str, made: Plan) -> str:
 def devices() -> dict[str, dict[str, Any]]:
     """The presets: each figure beside its source."""
     return json.loads(files("edge_qkv").joinpath("devices.json").read_text(encoding="utf-8"))
-
-
-def _model(name: str) -> Package | ModelConfig:
-    if (Path(name) / MANIFEST).exists():
-        return Package.open(name, verify=False)
-    if name.partition("/")[0] in PRESETS and not Path(name).exists():
-        return preset(name)
-    from edge_qkv.checkpoints import read_checkpoint
-
-    return read_checkpoint(name).config
-
-
-def _context(text: str) -> int | str:
-    if text == "max":
-        return text
-    digits = text.replace(",", "")
-    if not (digits.isascii() and digits.isdigit() and len(digits) < 12 and int(digits) > 0):
-        raise InputError(f"--context {text[:40]}: must be a number of tokens, or max")
-    return int(digits)
 
 
 # ---- variants ----
@@ -175,29 +162,34 @@ def _print_devices(
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    if all(not row[cache] for row in rows for cache in ("fp16", "int8")):
+    caches = _device_caches(options)
+    if not any(row[cache] for row in rows for cache in caches):
         raise InputError(
             f"{name}: {size(rows[0]['app_memory'])} for one app do not hold this model; "
             "`edge-qkv plan MODEL --budget min` says what it needs"
         )
     cells = []
     for row in rows:
-        fp16, int8 = row["fp16"], row["int8"]
-        best = fp16 or int8
-        cells.append(
-            (
-                row["name"],
-                size(row["app_memory"]),
-                *(f"{p['context']:,}" if p else "does not fit" for p in (fp16, int8)),
-                size(best["left"]) if best else "",
-                f"{best['tokens_per_second_bound']:.0f}" if best else "",
-            )
-        )
-    print(table(cells, ("device", "for an app", "fp16 tokens", "int8 tokens", "left", "decode at most")))
-    print("\ndecode at most: tokens/s, an upper bound: memory bandwidth over the bytes that a token reads there")
+        cells.append((row["name"], size(row["app_memory"])))
+        for held in (row[cache] for cache in caches):
+            if held:
+                cells[-1] += f"{held['context']:,}", size(held["left"]), f"{held['tokens_per_second_bound']:.0f}"
+            else:
+                cells[-1] += "does not fit", "", ""
+    columns = (name for cache in caches for name in (f"{cache} tokens", "left", "decode at most"))
+    print(table(cells, ("device", "for an app (assumed)", *columns)))
+    print(
+        "\ndecode at most: tokens/s with that many tokens in the cache, an upper bound: memory bandwidth over the "
+        "bytes that a token reads there"
+    )
     if name != "all":
         for figure in ("memory", "app_memory", "cores", "bandwidth"):
             print(f"{figure}: {known[name][figure]['source']}")
+
+
+def _device_caches(options: dict[str, Any]) -> tuple[str, ...]:
+    """A package's cache, or the one that is asked for; else those that there are to choose from."""
+    return (options["cache"],) if options["cache"] else ("fp16", "int8")
 
 
 def _on_device(
@@ -205,7 +197,7 @@ def _on_device(
 ) -> dict[str, Any]:
     memory, cores = device["app_memory"]["bytes"], device["cores"]["count"]
     row: dict[str, Any] = {"device": key, "name": device["name"], "app_memory": memory}
-    for cache in ("fp16", "int8"):
+    for cache in _device_caches(options):
         held = fits(model, memory=memory, context=context, threads=cores, **options | {"cache": cache})
         row[cache] = held and {
             "context": held.context,

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_qkv import _native
+from edge_qkv.checks import chunk_size, thread_count, whole
 from edge_qkv.config import CACHE_BYTES, ModelConfig
 from edge_qkv.errors import InputError, OverBudget
-from edge_qkv.package import Package
+from edge_qkv.package import MANIFEST, Package
 from edge_qkv.packing import is_packed
+from edge_qkv.presets import PRESETS, preset
 from edge_qkv.sizes import parse_size
 
 WEIGHT_BITS = {"fp32": 32, "int8": 8, "int4": 4}
@@ -52,6 +54,7 @@ class Plan:
     anonymous: int
     weight_bytes: int  # of the model's files on disk
     matrix_bytes: int  # of these, what each token is multiplied by
+    packed: bool  # whether the weights are planned as packed for the processor
     memory: int | None = None  # the budget, when there is one
 
     @property
@@ -72,7 +75,8 @@ def plan(
     threads: int = 0,
     packed: bool | None = None,
 ) -> Plan:
-    """The plan of a package, or of a model that is not exported yet.
+    """The plan of a package, or of a model that is not exported yet: its config, a checkpoint, "random:1.2B/Q-MQA",
+    or a published size such as "1.2B/Q-MQA".
 
     memory: the budget, in bytes or as "512MB"; "min" or None: none, the plan then says what the least is.
     context: tokens; "max" or None: the longest that the budget holds, without one the longest the model allows.
@@ -83,25 +87,20 @@ def plan(
     Raises `OverBudget` with everything that would fit when the budget does not hold it, `InputError`.
     """
     allowed = None if memory in (None, "min") else parse_size(memory)
-    wanted = 0 if context in (None, "max") else context
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0 or (wanted == 0 and context == 0):
-        raise InputError(f"context = {context!r}: must be a number of tokens, or 'max'")
+    wanted = 0 if context in (None, "max") else whole(context, "context", 1)
     if cache not in (None, *CACHE_BYTES):
         raise InputError(f"cache = {cache!r}: must be one of {', '.join(CACHE_BYTES)}")
-    if not 0 <= prefill_chunk <= 1 << 20:
-        raise InputError(f"prefill_chunk = {prefill_chunk}: must be between 0 (the default) and {1 << 20}")
-    if not 0 <= threads <= 256:
-        raise InputError(f"threads = {threads}: must be between 0 (one for each core) and 256")
     options = _native.PlanOptions(
         memory=allowed or 0,
         context=wanted,
-        prefill_chunk=prefill_chunk,
-        threads=threads,
+        prefill_chunk=chunk_size(prefill_chunk),
+        threads=thread_count(threads),
         cache_type=cache.encode() if cache else None,
     )
-    package = None if isinstance(model, ModelConfig) else _package(model)
+    model = planned_model(model)
+    package = None if isinstance(model, ModelConfig) else model
     options.packed = (package is not None and is_packed(package)) if packed is None else packed
-    limit = (package.config if package else model).max_positions
+    limit = (model if package is None else package.config).max_positions
     if wanted > limit:
         raise InputError(f"context = {wanted}: must be at most {limit}, the most this model allows")
     info, facts = _native.PlanInfo(), _native.PlanModel()
@@ -114,7 +113,8 @@ def plan(
         _native.call("eqkv_plan_package", path, ctypes.byref(options), *outs)
     values = {name: getattr(info, name) for name, _ in info._fields_ if name != "struct_size"}
     values["cache_type"] = info.cache_type.decode()
-    return Plan(**values, weight_bytes=facts.weight_bytes, matrix_bytes=facts.matrix_bytes, memory=allowed)
+    sizes = dict(weight_bytes=facts.weight_bytes, matrix_bytes=facts.matrix_bytes)
+    return Plan(**values, **sizes, packed=bool(options.packed), memory=allowed)
 
 
 def fits(model: str | Path | Package | ModelConfig, **options) -> Plan | None:
@@ -125,8 +125,18 @@ def fits(model: str | Path | Package | ModelConfig, **options) -> Plan | None:
         return None
 
 
-def _package(model: str | Path | Package) -> Package:
-    return model if isinstance(model, Package) else Package.open(model, verify=False)
+def planned_model(model: str | Path | Package | ModelConfig) -> Package | ModelConfig:
+    """What `plan` takes, opened: a package, or the config of a model that is not exported."""
+    if isinstance(model, (Package, ModelConfig)):
+        return model
+    name = str(model)
+    if (Path(name) / MANIFEST).exists():
+        return Package.open(name, verify=False)
+    if name.partition("/")[0] in PRESETS and not Path(name).exists():
+        return preset(name)
+    from edge_qkv.checkpoints import read_checkpoint
+
+    return read_checkpoint(name).config
 
 
 # ---- what an export would write ----

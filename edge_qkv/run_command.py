@@ -6,17 +6,19 @@ import argparse
 import json
 import secrets
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 
 from edge_qkv import files
-from edge_qkv.errors import ContextFull, InputError
+from edge_qkv.errors import Cancelled, ContextFull, InputError
+from edge_qkv.sizes import parse_tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from edge_qkv.loaded import DEFAULT_CHUNK
     from edge_qkv.sampling import Sampling
-    from edge_qkv.session import OVERFLOW
+    from edge_qkv.session import DEFAULT_SINKS, OVERFLOW
 
     add = parser.add_argument
     add("package", help="directory written by edge-qkv export")
@@ -32,11 +34,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="capacity; max: all that the budget or the model allows; default: max with --memory, else 4096",
     )
     add("--overflow", default="error", choices=tuple(OVERFLOW), help="what to do when the context is full")
-    add("--sinks", type=int, default=4, help="with --overflow window: first tokens to keep")
-    add("--window", type=int, default=0, help="with --overflow window: last tokens to keep; 0: half of the context")
+    add("--sinks", type=int, metavar="N", help=f"with --overflow window: first tokens kept; default: {DEFAULT_SINKS}")
     add(
-        "--block", type=int, default=0, help="with --overflow shift: oldest tokens to drop; 0: a quarter of the context"
+        "--window",
+        type=int,
+        metavar="N",
+        help="with --overflow window: last tokens to keep; default: half of the context, sinks included",
     )
+    add(
+        "--block",
+        type=int,
+        metavar="N",
+        help="with --overflow shift: oldest tokens to drop; default: a quarter of the context",
+    )
+    add(
+        "--packed",
+        type=Path,
+        metavar="DIR",
+        help="packed weights in this directory; default: edge-qkv below the user's cache directory",
+    )
+    add("--spill", type=Path, metavar="DIR", help="caches that leave RAM go here; default: the system's for such files")
     add("--restore", type=Path, metavar="FILE", help="go on from a saved conversation; the prompt is added to it")
     add("--save", type=Path, metavar="FILE", help="save the conversation at the end")
     add("--temperature", type=float, default=Sampling.temperature, help="0: always the likeliest token")
@@ -48,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, help="same seed, same text; default: a new one each time")
     add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
     add("--threads", type=int, default=0, help="0: one for each core")
-    add("--prefill-chunk", type=int, default=DEFAULT_CHUNK, help="prompt tokens evaluated at once")
+    add("--prefill-chunk", type=int, default=DEFAULT_CHUNK, help="prompt tokens evaluated at once; 0: 128")
     add("--no-verify", action="store_true", help="do not check the files' SHA-256 before loading")
     add("--json", action="store_true", help="print one JSON object at the end instead of streaming")
     add("--stats", type=Path, metavar="FILE", help="write speed and memory as JSON")
@@ -64,17 +81,22 @@ def run(arguments: argparse.Namespace) -> None:
         path = getattr(arguments, option)
         if path and not (path.parent.is_dir() and not path.is_dir()):
             raise InputError(f"--{option} {path}: is not a file in an existing directory")
+    if arguments.restore and not arguments.restore.is_file():
+        raise InputError(f"--restore {arguments.restore}: is not a file; give one that --save has written")
+    context = None if arguments.context is None else parse_tokens(arguments.context, "--context")
     if arguments.seed is None:
         arguments.seed = secrets.randbits(32)  # drawn here, so that a good result can be told how to repeat
     sampling = Sampling(**{f.name: getattr(arguments, f.name) for f in fields(Sampling)})
     prompt = _prompt(arguments)
     with Session(
         arguments.package,
-        context=_context(arguments.context),
+        context=context,
         prefill_chunk=arguments.prefill_chunk,
         threads=arguments.threads,
         verify=not arguments.no_verify,
         memory=arguments.memory,
+        packed=arguments.packed,
+        spill=arguments.spill,
         overflow=arguments.overflow,
         sinks=arguments.sinks,
         window=arguments.window,
@@ -82,28 +104,29 @@ def run(arguments: argparse.Namespace) -> None:
     ) as session:
         if arguments.restore:
             session.restore(arguments.restore)
-        pieces, echo = _generation(session, prompt, arguments, sampling)
-        text, full = [], None
+        written, full = [], None
         try:
-            if not arguments.json:
-                print(echo, end="", flush=True)
-            for piece in pieces:
-                text.append(piece)
+            for piece in _pieces(session, prompt, arguments, sampling):
+                written.append(piece)
                 if not arguments.json:
                     print(piece, end="", flush=True)
         except ContextFull as error:
             if not session.generated:
                 raise
             full = error  # what was written up to here is the user's
+        except (KeyboardInterrupt, Cancelled):
+            if arguments.save and session.tokens:
+                session.save(arguments.save)
+            raise
         finally:
-            if not arguments.json:
+            if written and not arguments.json:
                 print(flush=True)
         if arguments.save:
             session.save(arguments.save)
         stopped = "max_tokens" if len(session.generated) >= arguments.max_tokens else "stop"
         figures = {"seed": arguments.seed, "finish": "context" if full else stopped} | _figures(session)
         if arguments.json:
-            print(json.dumps({"text": "".join(text), "tokens": session.generated, "figures": figures}, indent=2))
+            print(json.dumps({"text": "".join(written[1:]), "tokens": session.generated, "figures": figures}, indent=2))
         if arguments.stats:
             _write_stats(arguments.stats, figures)
         if full:
@@ -113,23 +136,20 @@ def run(arguments: argparse.Namespace) -> None:
                 print(line, file=sys.stderr)
 
 
-def _generation(session, prompt: str | list[int], arguments: argparse.Namespace, sampling):
-    """The pieces of the text that follows, and what to print before them."""
+def _pieces(session, prompt: str | list[int], arguments: argparse.Namespace, sampling) -> Iterator[str]:
+    """What to print before the text, once the prompt is accepted, and the pieces of the text."""
     from edge_qkv.text import until_stop
 
     progress = _prefill_progress if sys.stderr.isatty() else None
     if isinstance(prompt, str):
-        return session.generate(prompt, arguments.max_tokens, sampling, arguments.stop, progress), prompt
-    ids = session.generate_tokens(prompt, arguments.max_tokens, sampling, progress)
-    return until_stop((f"{i} " for i in ids), arguments.stop), ""
-
-
-def _context(option: str | None) -> int | str | None:
-    if option is None or option == "max":
-        return option
-    if not (option.isascii() and option.isdigit() and len(option) < 12):
-        raise InputError(f"--context {option[:40]}: give a whole number of tokens, or max")
-    return int(option)
+        pieces = session.generate(prompt, arguments.max_tokens, sampling, arguments.stop, progress)
+    else:
+        ids = session.generate_tokens(prompt, arguments.max_tokens, sampling, progress)
+        pieces = until_stop((f"{i} " for i in ids), arguments.stop)
+    first = next(pieces, "")
+    yield prompt if isinstance(prompt, str) else ""
+    yield first
+    yield from pieces
 
 
 def _write_stats(path: Path, figures: dict) -> None:
@@ -191,7 +211,7 @@ def _closing_lines(session, figures: dict) -> list[str]:
         f"prefill {timing['prefill_tokens']} tokens, {figures['prefill_tokens_per_second']} tokens/s; "
         f"decode {timing['decode_tokens']} tokens, {figures['decode_tokens_per_second']} tokens/s; "
         f"cache {size(memory['cache_used'])} of {size(memory['cache_reserved'])}; "
-        f"peak memory {size(memory['peak_resident'])}]"
+        f"peak memory {size(memory['peak_resident'])}, Python included]"
     ]
     if figures["dropped"]:
         lines.append(f"[the context overflowed: {figures['dropped']:,} tokens of the conversation were dropped]")

@@ -17,13 +17,15 @@ from pathlib import Path
 import numpy as np
 
 from edge_qkv import _native
-from edge_qkv.errors import ContextFull, InputError
+from edge_qkv.checks import chunk_size, whole
+from edge_qkv.errors import ContextFull, EdgeQKVError, InputError
 from edge_qkv.loaded import DEFAULT_CHUNK, Model, NativeObject
 from edge_qkv.package import encode
 from edge_qkv.sampling import Sampling
 from edge_qkv.text import stream_text, until_stop
 
 DEFAULT_CONTEXT = 4096
+DEFAULT_SINKS = 4
 OVERFLOW = {"error": 0, "window": 1, "shift": 2}
 
 
@@ -32,12 +34,12 @@ class Session(NativeObject):
 
     package: a package directory or a loaded `Model`. context: capacity in tokens (memory is committed as rows are
     written); "max": all that the budget or the model allows; None: that with a budget, else 4096. prefill_chunk:
-    tokens evaluated at once. memory: budget of the model that is loaded here, see `Model`.
+    tokens evaluated at once; 0: 128. memory, packed, spill: of the model that is loaded here, see `Model`.
 
     overflow says what happens when tokens do not fit: 'error' raises `ContextFull`; 'window' drops all but the first
-    `sinks` and the last `window` tokens (0: half of the context); 'shift' drops the oldest `block` tokens (0: a
-    quarter). Tokens after the dropped ones move up to their places; models with learned positions are refused, for
-    their cached rows cannot move. Raises `InputError`.
+    `sinks` (None: 4) and the last `window` tokens (None: half of the context, sinks included); 'shift' drops the
+    oldest `block` tokens (None: a quarter of the context). Tokens after the dropped ones move up to their places;
+    models with learned positions are refused, for their cached rows cannot move. Raises `InputError`.
     """
 
     _close_function = "eqkv_session_close"
@@ -51,45 +53,52 @@ class Session(NativeObject):
         verify: bool = True,
         *,
         memory: int | str | None = None,
+        packed: str | Path | bool | None = None,
+        spill: str | Path | None = None,
         overflow: str = "error",
-        sinks: int = 4,
-        window: int = 0,
-        block: int = 0,
+        sinks: int | None = None,
+        window: int | None = None,
+        block: int | None = None,
     ) -> None:
         super().__init__()
         if overflow not in OVERFLOW:
             raise InputError(f"overflow = {overflow!r}: must be one of {', '.join(OVERFLOW)}")
-        if not 1 <= prefill_chunk <= 1 << 20:
-            raise InputError(f"prefill_chunk = {prefill_chunk}: must be between 1 and {1 << 20}")
+        prefill_chunk = chunk_size(prefill_chunk) or DEFAULT_CHUNK
+        if sinks is None and overflow == "window":
+            sinks = DEFAULT_SINKS
+        dropping = {"sinks": sinks, "window": window, "block": block}
+        dropping = {name: whole(value, name) for name, value in dropping.items() if value is not None}
         longest = context == "max"
         if not isinstance(package, Model):
             planned = None if longest or memory is None else context  # only a budget asks
-            package = Model(package, threads, verify, memory=memory, context=planned, prefill_chunk=prefill_chunk)
-        elif memory is not None:
-            raise InputError("memory is the budget of a model; give it when the model is opened")
+            loading = dict(memory=memory, context=planned, prefill_chunk=prefill_chunk, packed=packed, spill=spill)
+            package = Model(package, threads, verify, **loading)
+        elif any(option is not None for option in (memory, packed, spill)):
+            raise InputError("memory, packed and spill belong to the model; give them when the model is opened")
         self.model = package
         limit = self.model.info.context
         if context is None or longest:
             context = limit if longest or self.model.has_budget else min(DEFAULT_CONTEXT, limit)
-        if not 1 <= context <= limit:
-            held = "its memory budget holds" if limit < self.model.config.max_positions else "this model allows"
-            raise InputError(f"context = {context}: must be between 1 and {limit}, the most {held}")
+        context = whole(context, "context", 1, limit, f", the most {self._limited_by()}")
         self.context, self.prefill_chunk = context, prefill_chunk
-        options = _native.SessionOptions(context=context, prefill_chunk=prefill_chunk, overflow=OVERFLOW[overflow])
-        if overflow == "window":
-            options.sinks, options.window = sinks, window
-        elif overflow == "shift":
-            options.block = block
+        # What belongs to another overflow option is refused there.
+        options = dict(context=context, prefill_chunk=prefill_chunk, overflow=OVERFLOW[overflow]) | dropping
+        options = _native.SessionOptions(**options)
         self._overflow = overflow
         self.model._call("eqkv_session_open", ctypes.byref(options), ctypes.byref(self._handle))
         self._evaluated: list[int] = []  # the tokens in the cache
         self._pending: list[int] = []  # those that follow and are not evaluated yet
+        self._dropped = 0  # by the overflow option
+        # During a call that changes the cache, and for good where an exception ended it (Ctrl-C, a cancellation): how
+        # many tokens were ever in the cache before, and those that follow them. See `_sync`.
+        self._changing: tuple[int, list[int]] | None = None
         self.generated: list[int] = []  # what the last generation has yielded
         self.timing = Timing()
 
     @property
     def tokens(self) -> list[int]:
         """The conversation, without what the overflow option has dropped."""
+        self._sync()
         return self._evaluated + self._pending
 
     # ---- tokens ----
@@ -104,7 +113,10 @@ class Session(NativeObject):
         self._evaluate_rest(progress)
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
-        """Like `evaluate`, and returns the logits after each of the tokens: [len(tokens), vocab_size]."""
+        """Like `evaluate`, and returns the logits after each of the tokens: [len(tokens), vocab_size].
+
+        With a budget: the logits of a whole chunk take up to 8 * prefill_chunk * vocab_size bytes beyond the plan.
+        """
         self._evaluate_rest()
         self._append(tokens)
         logits = np.empty((len(tokens), self.model.config.vocab_size), np.float32)
@@ -115,8 +127,9 @@ class Session(NativeObject):
         """The logits after the last token, [vocab_size]."""
         self._evaluate_rest()
         pointer = ctypes.POINTER(ctypes.c_float)()
-        self._call("eqkv_session_logits", ctypes.byref(pointer))
-        return np.ctypeslib.as_array(pointer, (self.model.config.vocab_size,)).copy()
+        shape = (self.model.config.vocab_size,)
+        copy = lambda: np.ctypeslib.as_array(pointer, shape).copy()  # noqa: E731
+        return self._call("eqkv_session_logits", ctypes.byref(pointer), read=copy)
 
     def set_sampling(self, sampling: Sampling) -> None:
         """Chooses how `sample` works from now on."""
@@ -134,29 +147,33 @@ class Session(NativeObject):
 
     def rewind(self, length: int) -> None:
         """Forgets all but the first `length` tokens."""
-        total = len(self._evaluated) + len(self._pending)
-        if not 0 <= length <= total:
-            raise InputError(f"rewind to {length}: the session has {total} tokens")
-        if length < len(self._evaluated):
-            self._call("eqkv_session_rewind", length)
-        del self._pending[max(0, length - len(self._evaluated)) :]
-        del self._evaluated[length:]
+        self._sync()
+        in_cache, total = len(self._evaluated), len(self._evaluated) + len(self._pending)
+        length = whole(length, "length to rewind to", 0, total, ", the tokens of the session")
+        if length >= in_cache:
+            del self._pending[length - in_cache :]
+            return
+        self._change([])
+        self._call("eqkv_session_rewind", length)
+        self._changed(self._evaluated[:length], [])
 
     def reuse(self, tokens: Sequence[int]) -> int:
         """Keeps the first tokens that the session has in common with `tokens`, forgets the rest, and returns their
         number: evaluate `tokens[that:]` to have the session hold exactly `tokens`."""
-        self._pending.clear()
-        given = np.asarray(tokens, np.int32)
+        given = np.asarray(self._checked(tokens), np.int32)
         kept = ctypes.c_int64()
+        self._change([])
         self._call("eqkv_session_match", _pointer(given, ctypes.c_int32), len(given), ctypes.byref(kept))
-        del self._evaluated[kept.value :]
+        self._changed(self._evaluated[: kept.value], [])
         return kept.value
 
     def fill(self, length: int, seed: int = 0) -> None:
         """Fills the cache to `length` rows of noise, to measure a deep context without its prefill."""
+        length, seed = whole(length, "length"), whole(seed, "seed", 0, 2**64 - 1)
         self._evaluate_rest()
+        self._change([])
         self._call("eqkv_session_fill", length, seed)
-        self._evaluated += [0] * (length - len(self._evaluated))
+        self._changed(self._evaluated + [0] * (length - len(self._evaluated)), [])
 
     def cancel(self) -> None:
         """Stops the evaluation that is running, or else the next one.
@@ -181,8 +198,7 @@ class Session(NativeObject):
 
         reuse: the prompt is the whole conversation; what the session already holds of it is not evaluated again.
         """
-        if max_tokens < 1:
-            raise InputError(f"max_tokens = {max_tokens}: must be at least 1")
+        max_tokens = whole(max_tokens, "max_tokens", 1)
         if not len(prompt) and (reuse or not self.tokens):
             raise InputError("the prompt has no tokens; give at least one")
         self.set_sampling(sampling or Sampling())
@@ -243,8 +259,16 @@ class Session(NativeObject):
         Raises `InputError` for a damaged snapshot or one of another model or cache type, `ContextFull` when its
         tokens do not fit; the session is then as it was.
         """
-        self._call("eqkv_session_restore", os.fsencode(path))
-        self._pending.clear()
+        self._sync()
+        before = self._evaluated, self._pending
+        self._change([])
+        try:
+            self._call("eqkv_session_restore", os.fsencode(path))
+        except EdgeQKVError:
+            self._sync()
+            if self._evaluated == before[0]:
+                self._pending = before[1]
+            raise
         self._sync()
 
     def fork(self) -> Session:
@@ -256,7 +280,7 @@ class Session(NativeObject):
         other.model, other.context, other.prefill_chunk = self.model, self.context, self.prefill_chunk
         other._overflow, other.generated, other.timing = self._overflow, [], Timing()
         self._call("eqkv_session_fork", ctypes.byref(other._handle))
-        other._evaluated, other._pending = list(self._evaluated), []
+        other._evaluated, other._pending, other._dropped, other._changing = list(self._evaluated), [], 0, None
         return other
 
     @property
@@ -280,26 +304,48 @@ class Session(NativeObject):
         self._call("eqkv_session_get_info", ctypes.byref(info))
         return info
 
+    def _limited_by(self) -> str:
+        budget = self.model.info.context < self.model.config.max_positions
+        return "its memory budget holds" if budget else "this model allows"
+
+    def _change(self, pending: list[int]) -> None:
+        """Before a call that changes the cache. `pending`: the tokens that follow what is in the cache now."""
+        self._sync()
+        self._changing = len(self._evaluated) + self._dropped, pending
+
+    def _changed(self, evaluated: list[int], pending: list[int]) -> None:
+        """After such a call; without it what is in the cache is read when it is next asked for."""
+        self._evaluated, self._pending = evaluated, pending
+        self._changing = None
+
     def _sync(self) -> None:
-        """Reads the tokens in the cache: after a restore, and where some may have been dropped."""
+        """Reads what is in the cache where a call that changed it may have ended anywhere, or has dropped tokens."""
+        if self._changing is None:
+            return
+        begin, pending = self._changing
         count = ctypes.c_size_t()
         tokens = np.empty(self.context, np.int32)
         self._call("eqkv_session_tokens", _pointer(tokens, ctypes.c_int32), len(tokens), ctypes.byref(count))
-        self._evaluated = tokens[: count.value].tolist()
+        self._dropped = self._info().dropped
+        done = max(0, count.value + self._dropped - begin)
+        self._changed(tokens[: count.value].tolist(), pending[done:])
+
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
+        vocabulary = self.model.config.vocab_size
+        note = f", for the vocabulary has {vocabulary}"
+        return [whole(token, "token", 0, vocabulary - 1, note) for token in tokens]
 
     def _append(self, tokens: Sequence[int]) -> None:
-        vocabulary = self.model.config.vocab_size
-        bad = next((t for t in tokens if not 0 <= t < vocabulary), None)
-        if bad is not None:
-            raise InputError(f"token {bad} is outside the model's vocabulary of {vocabulary}")
+        tokens = self._checked(tokens)
+        self._sync()
         used = len(self._evaluated) + len(self._pending)
         if self._overflow == "error" and used + len(tokens) > self.context:
+            more = "1 more token does" if len(tokens) == 1 else f"{len(tokens)} more tokens do"
             raise ContextFull(
-                f"{len(tokens)} more tokens do not fit: {used} of the context of {self.context} are used; "
-                f"give a larger context (this model allows {self.model.config.max_positions}), fewer tokens, or an "
-                "overflow option"
+                f"{more} not fit: {used} of the context of {self.context} are used; give a larger context "
+                f"({self._limited_by()} {self.model.info.context}), fewer tokens, or an overflow option"
             )
-        self._pending.extend(int(t) for t in tokens)
+        self._pending.extend(tokens)
 
     def _evaluate_rest(
         self,
@@ -312,6 +358,7 @@ class Session(NativeObject):
         logits [tokens, vocab_size] receives those of each of them when given. When it is stopped, the tokens
         that are left are forgotten, unless `keep` says that the caller was already given them.
         """
+        self._sync()
         total, done = len(self._pending), 0
         try:
             while self._pending:
@@ -321,23 +368,20 @@ class Session(NativeObject):
         except BaseException:
             if not keep:
                 self._pending.clear()
+                if self._changing:
+                    self._changing = self._changing[0], []
             raise
 
     def _evaluate_chunk(self, logits: np.ndarray | None) -> int:
         chunk = np.asarray(self._pending[: self.prefill_chunk], np.int32)
         out = None if logits is None else _pointer(logits, ctypes.c_float)
-        fits = len(self._evaluated) + len(chunk) <= self.context
-        try:
-            self._call("eqkv_session_evaluate", _pointer(chunk, ctypes.c_int32), len(chunk), out)
-        except BaseException:
-            if not fits:  # what was dropped for them is gone either way
-                self._sync()
-            raise
-        if fits:
+        self._change(self._pending)
+        self._call("eqkv_session_evaluate", _pointer(chunk, ctypes.c_int32), len(chunk), out)
+        if len(self._evaluated) + len(chunk) <= self.context:
             self._evaluated += self._pending[: len(chunk)]
+            self._changed(self._evaluated, self._pending[len(chunk) :])
         else:
             self._sync()
-        del self._pending[: len(chunk)]
         return len(chunk)
 
 

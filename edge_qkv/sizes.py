@@ -1,4 +1,4 @@
-"""Sizes as people write them: "512MB", "1.5GiB", "800000000"."""
+"""Sizes as people write them: "512MB", "1.5GiB", "800000000", and numbers of tokens."""
 
 from __future__ import annotations
 
@@ -32,3 +32,13 @@ def parse_size(value: int | str, name: str = "memory") -> int:
     if not 0 < count < _LIMIT:
         raise InputError(f"{name} = {str(value)[:40]!r}: must be above 0 and below 2^60 bytes")
     return count
+
+
+def parse_tokens(text: str, name: str) -> int | str:
+    """A number of tokens as people write it, "32768" or "32,768", or "max"; raises `InputError`."""
+    if text == "max":
+        return text
+    digits = text.replace(",", "")
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 12 and int(digits) > 0):
+        raise InputError(f"{name} {text[:40]}: must be a number of tokens, or max")
+    return int(digits)

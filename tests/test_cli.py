@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from edge_qkv import Session
 from edge_qkv.cli import main
 from samples import write_2606
 
@@ -27,7 +28,7 @@ def refused(capsys):
         captured = capsys.readouterr()
         sentences = [line for line in captured.err.splitlines() if line.startswith("edge-qkv: ")]
         assert len(sentences) == 1 and captured.err.rstrip().endswith(sentences[0]), captured.err
-        assert "Traceback" not in captured.err and captured.out.strip() == ""
+        assert "Traceback" not in captured.err and captured.out == ""
         return sentences[0]
 
     return run
@@ -175,7 +176,7 @@ def test_a_full_context_keeps_what_was_written(tiny_package, tmp_path, capsys):
     result = json.loads(captured.out)
     assert len(result["tokens"]) == 17 and result["figures"]["finish"] == "context"
     assert json.loads((tmp_path / "stats.json").read_text()) == result["figures"]
-    assert captured.err.startswith("edge-qkv: 1 more tokens do not fit")
+    assert captured.err.startswith("edge-qkv: 1 more token does not fit")
 
 
 def test_a_drawn_seed_is_told_and_repeats_the_text(tiny_package, capsys):
@@ -225,9 +226,9 @@ def test_bad_prompts(tiny_package, bare_package, tmp_path, refused):
     assert "no tokens" in refused("run", tiny_package, "--prompt", "")
     assert "no tokens" in refused("run", bare_package, "--tokens", " ")
     assert "11 more tokens do not fit: 0 of the context of 10" in refused(
-        "run", tiny_package, "--prompt", "abcdefghijk", "--context", 10, "--json"
+        "run", tiny_package, "--prompt", "abcdefghijk", "--context", 10
     )
-    assert "token 97" in refused("run", bare_package, "--tokens", "1,97", "--json")
+    assert "token = 97" in refused("run", bare_package, "--tokens", "1,97")
     assert "whole numbers" in refused("run", bare_package, "--tokens", "1,x")
     assert "whole numbers" in refused("run", bare_package, "--tokens", "1_0")
     assert "UTF-8" in refused("run", tiny_package, "--prompt", "caf\udce9")
@@ -240,7 +241,7 @@ def test_bad_options(tiny_package, tiny_checkpoint, tmp_path, refused, monkeypat
     run = ("run", tiny_package, "--prompt", "abc")
     assert "context = 97" in refused(*run, "--context", 97)
     assert "top_p = 2.0" in refused(*run, "--top-p", 2)
-    assert "max_tokens = 0" in refused(*run, "--max-tokens", 0, "--json")
+    assert "max_tokens = 0" in refused(*run, "--max-tokens", 0)
     assert "threads = -1" in refused(*run, "--threads", -1)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/photo.jpg").write_text("mine")
@@ -269,15 +270,21 @@ def test_a_failed_export_keeps_the_package_that_was_there(tiny_package, tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.json", "package"]
 
 
-def test_ctrl_c_stops_cleanly(bundled_package):
+def test_ctrl_c_stops_cleanly_and_saves(bundled_package, tmp_path):
     package, _ = bundled_package("int8")
+    saved = tmp_path / "saved"
     command = [sys.executable, "-m", "edge_qkv", "run", str(package), "--prompt", "KING.", "--context", "32768"]
-    command += ["--max-tokens", "30000"]  # a minute's work at least
+    command += ["--max-tokens", "30000", "--save", str(saved)]  # a minute's work at least
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.read(1)  # it has begun to write
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    rest, error = process.communicate(timeout=60)
     assert process.returncode == 130 and error.strip() == b"edge-qkv: stopped"
+    with Session(package) as session:
+        session.restore(saved)
+        text = session.model.package.tokenizer().decode(session.tokens)
+        assert len(session.tokens) > 3 and text.startswith(("K" + rest.decode().rstrip("\n"))[:40])
+        session.logits()
 
 
 def test_a_reader_that_goes_away_is_no_error(bare_package):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from edge_qkv.bench import depth, restore
 from edge_qkv.cli import main
 from edge_qkv.planning import plan
 
@@ -39,7 +40,22 @@ def test_a_budget_gives_the_longest_context_it_holds(package, capsys):
     figures = _json(capsys, "run", package, *RUN, "--memory", needed)["figures"]
     assert figures["context"] == plan(package, memory=needed, prefill_chunk=128, threads=2).context >= 3000
     assert _json(capsys, "run", package, *RUN, "--memory", "1GB", "--context", "max")["figures"]["context"] == 32768
-    assert _json(capsys, "run", package, *RUN, "--memory", "1GB", "--context", "777")["figures"]["context"] == 777
+    assert _json(capsys, "run", package, *RUN, "--memory", "1GB", "--context", "1,777")["figures"]["context"] == 1777
+
+
+def test_a_conversation_that_outgrows_the_budget_is_told_so(package, capsys):
+    budget = ("--threads", "2", "--memory", plan(package, context=10, prefill_chunk=128, threads=2).total)
+    held = _json(capsys, "run", package, "--tokens", "1", "--max-tokens", "1", *budget)["figures"]["context"]
+    message = _refused(capsys, "run", package, "--tokens", ",".join(["1"] * (held + 1)), *budget)
+    assert f"{held + 1} more tokens do not fit: 0 of" in message and f"(its memory budget holds {held})" in message
+
+
+def test_benchmarks_go_as_far_as_the_model_does(tiny_package, capsys):
+    capsys.readouterr()
+    assert depth.main([str(tiny_package), "--repeats", "1", "--json"]) == 0
+    assert [row["depth"] for row in json.loads(capsys.readouterr().out)["depths"]] == [0, 95]
+    assert restore.main([str(tiny_package), "--repeats", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 95
 
 
 def test_what_a_budget_does_not_hold_is_refused_with_what_would_fit(package, capsys):
@@ -67,6 +83,7 @@ def test_a_context_that_overflows_says_what_was_dropped(package, capsys):
     assert main(["run", str(package), *RUN, *options]) == 0
     assert "tokens of the conversation were dropped" in capsys.readouterr().err
     figures = _json(capsys, "run", package, *RUN, *options)["figures"]
+    assert "belong to the overflow policy" in _refused(capsys, "run", package, *RUN, "--window", "10")
     assert figures["dropped"] > 24 and figures["finish"] == "max_tokens"
     assert "fewer than the context" in _refused(capsys, "run", package, *RUN, *options[:-2], "--window", "22")
 
@@ -75,7 +92,10 @@ def test_files_that_cannot_be_used_are_refused(package, tiny_package, tmp_path, 
     saved = tmp_path / "story"
     _json(capsys, "run", package, *RUN, "--save", saved)
     assert "another model" in _refused(capsys, "run", tiny_package, *RUN, "--restore", saved)
-    assert "missing" in _refused(capsys, "run", package, *RUN, "--restore", tmp_path / "missing")
+    missing = tmp_path / "missing"
+    assert f"--restore {missing}" in _refused(capsys, "run", tmp_path, *RUN, "--restore", missing)  # before loading
+    assert f"packed = {missing}: is not a directory" in _refused(capsys, "run", package, *RUN, "--packed", missing)
+    assert f"spill = {saved}: is not a directory" in _refused(capsys, "run", package, *RUN, "--spill", saved)
     assert "--save" in _refused(capsys, "run", package, *RUN, "--save", tmp_path / "no" / "story")
 
 
@@ -83,9 +103,21 @@ def test_packed_weights_are_found_where_they_were_put(package, tmp_path, capsys,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = _json(capsys, "run", package, *RUN)
     assert main(["pack", str(package)]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "edge-qkv")
+    first = capsys.readouterr().out
+    assert first.startswith(f"{tmp_path / 'edge-qkv'}: packed; ") and first.rstrip().endswith("MiB on disk")
+    assert main(["pack", str(package)]) == 0
+    again = capsys.readouterr()
+    assert again.out == first.replace(": packed;", ": was packed already;") and again.err == ""
+    assert main(["plan", str(package)]) == 0
+    assert "weights packed" in capsys.readouterr().out
     packed = _json(capsys, "run", package, *RUN)
     assert packed["tokens"] == before["tokens"]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert not _json(capsys, "run", package, *RUN, "--packed", elsewhere)["figures"]["packed"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere))
+    assert _json(capsys, "run", package, *RUN, "--packed", tmp_path / "edge-qkv")["figures"]["packed"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert packed["figures"]["packed"] and not before["figures"]["packed"]
     planned = _json(capsys, "plan", package, "--context", "1024")
     assert planned["weights_anonymous"] == 0

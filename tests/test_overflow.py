@@ -158,7 +158,10 @@ def test_options_that_cannot_work_are_refused(made):
         for options, words in (
             (dict(overflow="wrap"), "overflow = 'wrap'"),
             (dict(overflow="window", sinks=20, window=20), "fewer than the context"),
-            (dict(overflow="window", sinks=-1), "negative"),
+            (dict(overflow="window", sinks=-1), "sinks = -1"),
+            (dict(sinks=4), "belong to the overflow policy"),
+            (dict(window=8), "belong to the overflow policy"),
+            (dict(overflow="window", block=8), "belong to the overflow policy"),
             (dict(overflow="shift", block=41), "block"),
         ):
             with pytest.raises(InputError, match=words):

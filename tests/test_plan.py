@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from edge_qkv import InputError, _native
+from edge_qkv import InputError, Plan, _native
 from edge_qkv.cli import main
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import OverBudget
@@ -125,6 +125,20 @@ def test_a_model_over_budget_is_refused_before_the_engine_is_opened(tiny_package
         _native.call("eqkv_model_open", os.fsencode(tiny_package), ctypes.byref(options), ctypes.byref(model))
 
 
+def test_python_takes_what_the_command_takes(tiny_package, tiny_checkpoint):
+    assert plan("1.2B/Q-MQA") == plan("random:1.2B/Q-MQA") == plan(Q_MQA)
+    assert isinstance(plan("1.2B/Q-MQA"), Plan)
+    assert plan(tiny_checkpoint) == plan(str(tiny_checkpoint)) == plan(Package.open(tiny_package).config)
+    assert plan(tiny_package).cache_type == "fp32"
+
+
+@pytest.mark.parametrize("option", ["context", "threads", "prefill_chunk"])
+@pytest.mark.parametrize("value", [2**64 + 1, "7", 1.5, True, -1])
+def test_what_is_no_whole_number_in_range_is_refused(option, value):
+    with pytest.raises(InputError, match=re.escape(f"{option} = {value!r}: must be a whole number")):
+        plan(Q_MQA, **{option: value})
+
+
 # ---- budgets ----
 
 
@@ -170,6 +184,9 @@ def test_what_does_not_fit_is_one_message_with_what_would(capsys):
     (["1.2B/Q-MQA", "--device", "toaster"], "toaster"),
     (["1.2B/Q-MQA", "--weights", "fp32", "--block-size", "32"], "block_size"),
     (["1.2B/QKV", "--device", "phone-4gb", "--context", "32768"], "phone-4gb"),
+    (["1.2B", "--variants", "--device", "all"], "--variants"),
+    (["1.2B", "--variants", "--memory", "1GB"], "--memory"),
+    (["1.2B", "--device", "all", "--memory", "1GB"], "--memory"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(capsys, arguments, words):
     assert words in _refused(capsys, *arguments)
@@ -216,6 +233,20 @@ def test_devices_get_the_longest_context_that_their_memory_holds(capsys):
     read = held.matrix_bytes + held.cache
     assert phone["fp16"]["tokens_per_second_bound"] == pytest.approx(known["bandwidth"]["bytes_per_second"] / read)
     assert rows["phone-4gb"]["fp16"]["context"] < phone["fp16"]["context"]
+
+
+def test_a_package_has_one_cache_on_every_device(tiny_package, capsys):
+    assert all(
+        "fp32" in row and not {"fp16", "int8"} & set(row) for row in _json(capsys, tiny_package, "--device", "all")
+    )
+    assert main(["plan", str(tiny_package), "--device", "all"]) == 0
+    text = capsys.readouterr().out
+    assert "fp32 tokens" in text and "fp16" not in text and "int8" not in text
+    assert "--cache int8" in _refused(capsys, tiny_package, "--cache", "int8")
+    assert main(["plan", "1.2B/QKV", "--device", "phone-6gb"]) == 0
+    heading = re.split(r"  +", capsys.readouterr().out.splitlines()[0])
+    columns = [c for cache in ("fp16", "int8") for c in (f"{cache} tokens", "left", "decode at most")]
+    assert heading == ["device", "for an app (assumed)", *columns]
 
 
 def test_help_teaches_by_example(capsys):

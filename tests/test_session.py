@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import re
+import signal
 import threading
 import time
 
@@ -9,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from edge_qkv import Cancelled, ContextFull, InputError, Model, Sampling, Session
+from edge_qkv import Cancelled, ContextFull, InputError, Model, Sampling, Session, _native
 from edge_qkv.checkpoints import read_checkpoint
 
 CAPACITY, CHUNK = 96, 16
@@ -234,6 +239,127 @@ def test_closing_waits_for_the_call_of_another_thread(model):
     assert failures == ["the session is closed; open a new one"]
 
 
+ROUNDS = 40  # interruptions at different times
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def _interrupt(*_) -> None:
+    raise Interrupt
+
+
+@pytest.fixture
+def alarm():
+    """alarm(handler, seconds): calls the handler once after that long, at whatever the main thread then does."""
+    before = signal.getsignal(signal.SIGALRM)
+
+    def arm(handler, seconds: float) -> None:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    yield arm
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def _native_tokens(session: Session) -> list[int]:
+    count, tokens = ctypes.c_size_t(), np.empty(session.context, np.int32)
+    pointer = tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+    _native.call("eqkv_session_tokens", session._handle, pointer, len(tokens), ctypes.byref(count))
+    return tokens[: count.value].tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overflow": "shift", "block": 20}, {"overflow": "window", "window": 88}],
+    ids=["error", "shift", "window that splits chunks"],
+)
+def test_an_interrupted_call_leaves_a_sound_session(model, ids, tmp_path, alarm, options):
+    """Whatever an exception out of a signal handler ends, the session knows afterwards what its cache holds."""
+    generator = np.random.default_rng(7)
+    interrupted = 0
+    with Session(model, CAPACITY, CHUNK, **options) as session, Session(model, CAPACITY, CHUNK) as fresh:
+        session.evaluate(ids[:40])
+        session.save(tmp_path / "saved")
+        for _ in range(ROUNDS):
+            with contextlib.suppress(Interrupt):
+                alarm(_interrupt, generator.uniform(1e-4, 0.01))
+                while True:
+                    session.rewind(len(session.tokens) // 2)
+                    session.evaluate(ids[: int(generator.integers(1, 45))])
+                    session.restore(tmp_path / "saved")
+                    session.fill(int(generator.integers(40, 50)))
+                    session.reuse(ids[: int(generator.integers(1, 60))])
+                    list(session.generate_tokens([1], 3))
+            interrupted += 1
+            tokens = session.tokens
+            assert tokens[: len(tokens) - len(session._pending)] == _native_tokens(session)
+            # A row that has moved is not what its token gives again.
+            kept = 0 if options else min(5, len(tokens))
+            session.rewind(kept)
+            session.evaluate(ids[5:30])
+            assert session.tokens == _native_tokens(session) == tokens[:kept] + ids[5:30]
+            fresh.rewind(0)
+            if tokens[:kept] == ids[:kept]:  # nor is one of noise
+                fresh.evaluate(session.tokens)
+                np.testing.assert_allclose(session.logits(), fresh.logits(), atol=TOLERANCE)
+    assert interrupted == ROUNDS
+
+
+@pytest.mark.parametrize(
+    "options, count", [({}, 70), ({"overflow": "shift", "block": 20}, 150)], ids=["error", "shift"]
+)
+def test_a_token_that_was_yielded_is_in_the_cache_once_after_an_interruption(model, ids, alarm, options, count):
+    generator = np.random.default_rng(3)
+    sampling = Sampling(temperature=1.5, seed=1)
+    with Session(model, CAPACITY, CHUNK, **options) as session:
+        whole = ids[:20] + list(session.generate_tokens(ids[:20], count, sampling))
+        seconds = session.timing.prefill_seconds + session.timing.decode_seconds
+    stopped = 0
+    for _ in range(ROUNDS):
+        with Session(model, CAPACITY, CHUNK, **options) as session:
+            with contextlib.suppress(Interrupt):
+                alarm(_interrupt, generator.uniform(0.05, 0.9) * seconds)
+                list(session.generate_tokens(ids[:20], count, sampling))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            tokens, written = session.tokens, session.dropped + len(session.tokens)
+            assert tokens == whole[session.dropped : written]
+            if written > 20:  # the interruption may come between the two notes that a token is taken down in
+                assert written - 20 - len(session.generated) in (0, 1)
+                stopped += written < len(whole)
+            session._evaluate_rest()
+            assert _native_tokens(session) == session.tokens == whole[session.dropped : written]
+    assert stopped > ROUNDS // 4
+
+
+def test_a_signal_handler_may_close_a_session_that_is_in_a_call(model, ids, alarm):
+    said = []
+
+    def handler(*_) -> None:
+        for use in (session.logits, lambda: session.rewind(0), lambda: session.tokens):
+            with contextlib.suppress(InputError):
+                use()
+        try:
+            session.save(os.devnull)
+        except InputError as error:
+            said.append(str(error))
+        session.close()
+
+    closed = 0
+    while not any("in a call of this thread" in sentence for sentence in said):
+        session = Session(model, context=CAPACITY, prefill_chunk=CAPACITY)
+        alarm(handler, 0.02)
+        with pytest.raises(InputError, match="the session is closed"):
+            while True:
+                session.rewind(0)
+                session.evaluate(ids)
+                session.logits()
+        closed += 1
+        assert closed < 50, said
+
+
 def test_a_cancelled_generation_keeps_what_it_yielded(model):
     with Session(model, context=CAPACITY) as session:
         tokens = session.generate_tokens([1, 2], 20, Sampling(temperature=0))
@@ -278,19 +404,35 @@ def test_memory_counts_the_cache_row_by_row(model, session, ids):
     assert memory["peak_resident"] >= memory["resident"] * 0.99
 
 
-def test_bad_values_are_refused_by_name(model, session):
-    with pytest.raises(InputError, match="context = 97"):
-        Session(model, context=97)
-    with pytest.raises(InputError, match="context = 0"):
-        Session(model, context=0)
-    with pytest.raises(InputError, match="prefill_chunk = 0"):
-        Session(model, prefill_chunk=0)
-    with pytest.raises(InputError, match="token 260"):
-        session.evaluate([1, 260])
-    with pytest.raises(InputError, match="token -1"):
-        session.evaluate([-1])
-    with pytest.raises(InputError, match="rewind to 5"):
-        session.rewind(5)
+def test_bad_values_are_refused_by_name(model, tiny_package, session):
+    huge = 2**64 + 1  # what ctypes would make 1 of
+    for option, values in {
+        "context": (97, 0, huge, "7", 1.5, True),
+        "prefill_chunk": (-1, huge, 1.5),
+        "sinks": (-1, huge),
+        "window": (huge, "4"),
+        "block": (2**31, 1.0),
+    }.items():
+        for value in values:
+            with pytest.raises(InputError, match=re.escape(f"{option} = {value!r}: must be a whole number")):
+                Session(model, **{option: value})
+    for token in (260, -1, huge, 1.5, "7", False):
+        for use in (session.evaluate, session.score, session.reuse):
+            with pytest.raises(InputError, match=re.escape(f"token = {token!r}: ")):
+                use([1, token])
+    for length in (5, -1, huge, 0.0):
+        with pytest.raises(InputError, match=re.escape(f"length to rewind to = {length!r}: ")):
+            session.rewind(length)
+    for length, seed in ((huge, 0), (1.5, 0), (3, huge), (3, -1)):
+        with pytest.raises(InputError, match=r"(length|seed) = .*: must be a whole number"):
+            session.fill(length, seed)
+    for option in ("threads", "context", "prefill_chunk"):
+        with pytest.raises(InputError, match=f"{option} = {huge}"):
+            Model(tiny_package, **{option: huge})
+    session.evaluate(np.array([1, 2]))  # numpy's whole numbers are as good
+    session.rewind(np.int64(0))
+    with Session(model, prefill_chunk=0) as default:
+        assert default.prefill_chunk == 128
     with pytest.raises(InputError, match="max_tokens"):
         next(session.generate_tokens([1], 0))
     with pytest.raises(InputError, match="no tokens"):
