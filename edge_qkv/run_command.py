@@ -34,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="capacity; max: all that the budget or the model allows; default: max with --memory, else 4096",
     )
     add("--overflow", default="error", choices=tuple(OVERFLOW), help="what to do when the context is full")
-    add("--sinks", type=int, metavar="N", help=f"with --overflow window: first tokens kept; default: {DEFAULT_SINKS}")
+    add(
+        "--sinks",
+        type=int,
+        metavar="N",
+        help=f"with --overflow window: first tokens to keep; default: {DEFAULT_SINKS}",
+    )
     add(
         "--window",
         type=int,
@@ -53,7 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="packed weights in this directory; default: edge-qkv below the user's cache directory",
     )
-    add("--spill", type=Path, metavar="DIR", help="caches that leave RAM go here; default: the system's for such files")
+    add(
+        "--spill",
+        type=Path,
+        metavar="DIR",
+        help="directory for caches that leave RAM; default: the system's for temporary files",
+    )
     add("--restore", type=Path, metavar="FILE", help="go on from a saved conversation; the prompt is added to it")
     add("--save", type=Path, metavar="FILE", help="save the conversation at the end")
     add("--temperature", type=float, default=Sampling.temperature, help="0: always the likeliest token")

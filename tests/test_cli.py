@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from edge_qkv import Session
@@ -276,15 +277,15 @@ def test_ctrl_c_stops_cleanly_and_saves(bundled_package, tmp_path):
     command = [sys.executable, "-m", "edge_qkv", "run", str(package), "--prompt", "KING.", "--context", "32768"]
     command += ["--max-tokens", "30000", "--save", str(saved)]  # a minute's work at least
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout.read(1)  # it has begun to write
+    begun = process.stdout.read(30)
     process.send_signal(signal.SIGINT)
     rest, error = process.communicate(timeout=60)
     assert process.returncode == 130 and error.strip() == b"edge-qkv: stopped"
     with Session(package) as session:
         session.restore(saved)
         text = session.model.package.tokenizer().decode(session.tokens)
-        assert len(session.tokens) > 3 and text.startswith(("K" + rest.decode().rstrip("\n"))[:40])
-        session.logits()
+        assert text.startswith((begun + rest[:-1]).decode()) and rest.endswith(b"\n")
+        assert np.isfinite(session.logits()).all()
 
 
 def test_a_reader_that_goes_away_is_no_error(bare_package):

@@ -323,7 +323,7 @@ def test_a_token_that_was_yielded_is_in_the_cache_once_after_an_interruption(mod
             with contextlib.suppress(Interrupt):
                 alarm(_interrupt, generator.uniform(0.05, 0.9) * seconds)
                 list(session.generate_tokens(ids[:20], count, sampling))
-            signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.setitimer(signal.ITIMER_REAL, 0)
             tokens, written = session.tokens, session.dropped + len(session.tokens)
             assert tokens == whole[session.dropped : written]
             if written > 20:  # the interruption may come between the two notes that a token is taken down in
