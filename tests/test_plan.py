@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_one_message_with_what_would(capsys):
     assert "an int8 cache (" in message and (longest := re.search(r"a context of (\d+) tokens", message))
     assert plan(Q_MQA, memory=int8 + 1_000_000).context == int(longest[1])
     message = _refused(capsys, "1.2B/Q-MQA", "--context", 32768, "--memory", "500MB")
-    assert "even a context of 1 token needs" in message and "What would fit" not in message
+    assert "are needed, for a context of 1 token" in message and "What would fit" not in message
     assert "int4 weights (" in _refused(
         capsys, "1.2B/Q-MQA", "--weights", "int8", "--memory", "1.1GB", "--context", 32768
     )
