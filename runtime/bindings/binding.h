@@ -50,7 +50,8 @@ inline constexpr size_t kMostStructBytes = 4096;
 template <class Struct>
 size_t struct_size(const Struct* given) {
   const size_t size = given->struct_size;
-  if (size < sizeof size || size > kMostStructBytes) {
+  // Every version of a struct has whole alignments: a size between two fields is none.
+  if (size < sizeof size || size > kMostStructBytes || size % alignof(Struct) != 0) {
     throw Error(EQKV_INVALID_ARGUMENT, "struct_size is not set; set it to sizeof the struct.");
   }
   return size;
