@@ -164,7 +164,7 @@ def test_parts_add_up_in_json_and_are_all_in_the_table(capsys):
 def test_what_does_not_fit_is_one_message_with_what_would(capsys):
     fp16, int8 = (plan(Q_MQA, context=32768, cache=c).total for c in ("fp16", "int8"))
     message = _refused(capsys, "1.2B/Q-MQA", "--context", 32768, "--memory", int8 + 1_000_000)
-    assert "A context of 32768 tokens needs 1007.8 MB" in message and fp16 < 1_007_800_000
+    assert "A context of 32768 tokens needs 1006.8 MB" in message and fp16 < 1_006_800_000
     assert "an int8 cache (" in message and (longest := re.search(r"a context of (\d+) tokens", message))
     assert plan(Q_MQA, memory=int8 + 1_000_000).context == int(longest[1])
     message = _refused(capsys, "1.2B/Q-MQA", "--context", 32768, "--memory", "500MB")
