@@ -23,10 +23,10 @@ from edge_qkv.sizes import parse_size
 
 WEIGHT_BITS = {"fp32": 32, "int8": 8, "int4": 4}
 BLOCK_SIZES = (32, 64, 128)
-DEFAULT_BLOCK_SIZE = 128
+DEFAULT_BLOCK_SIZE = 128  # chosen by measurement, see export/onnx.py
 _HEAD_BITS = _TABLE_BITS = 8  # with int8 and int4
-_ALIGNMENT = 4096  # of each tensor in the data file
-_INLINE_BELOW = 1024  # bytes; smaller tensors are in the graph
+ALIGNMENT = 4096  # of each tensor in the data file
+INLINE_BELOW = 1024  # bytes; smaller tensors are in the graph
 _GRAPH_BYTES, _GRAPH_BYTES_PER_LAYER = 16_000, 7_000  # of model.onnx, as measured
 
 
@@ -155,7 +155,7 @@ def plan_model(config: ModelConfig, weights: str = "int4", block_size: int | Non
     matrices, tables = list(_matrices(config, bits, block)), list(_tables(config, bits, block))
     head = _matrix(config.vocab_size, config.width, bits if bits == 32 else _HEAD_BITS, block)
     stored = [*matrices, *tables] if config.tied_head else [*matrices, *tables, *head]
-    on_disk = sum(-(-n // _ALIGNMENT) * _ALIGNMENT if n >= _INLINE_BELOW else n for n in stored)
+    on_disk = sum(-(-n // ALIGNMENT) * ALIGNMENT if n >= INLINE_BELOW else n for n in stored)
     return _native.PlanModel(
         layers=config.layers,
         caches=config.caches,

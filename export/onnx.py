@@ -23,6 +23,7 @@ from edge_qkv.export import onnx_graph, onnx_weights, parity
 from edge_qkv.export.onnx_weights import Pieces, Recipe
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.export.quantize import BLOCK_SIZES
+from edge_qkv.planning import DEFAULT_BLOCK_SIZE
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
 BITS = {"fp32": 0, "int8": 8, "int4": 4}
@@ -31,7 +32,6 @@ BITS = {"fp32": 0, "int8": 8, "int4": 4}
 # prefills 136 / 144 / 187 tokens/s (2 cores with AVX-512). After 1,000 of its 2,600 steps, a head of 4 bits cost
 # 0.0051 / 0.0063 / 0.0075 nats of divergence from fp32 where one of 8 bits cost 0.0016 / 0.0020 / 0.0024.
 HEAD_BITS = TABLE_BITS = 8
-DEFAULT_BLOCK_SIZE = 128
 
 # Opens the package at a path for `parity.check`: (a function from tokens to logits, the engine's name).
 Runner = Callable[[Path, int], tuple[parity.Score, str]]

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from edge_qkv.config import ModelConfig
 from edge_qkv.export.quantize import blocks_of, quantize
 from edge_qkv.model import Decoder, RMSNorm
+from edge_qkv.planning import ALIGNMENT, INLINE_BELOW
 
-ALIGNMENT = 4096  # a page: every tensor can be mapped by itself
-INLINE_BELOW = 1024  # bytes; smaller tensors stay in the graph
 # Rows of a quantised head that one operator takes. An engine that repacks a matrix holds it twice while it does so:
 # with the head of a large vocabulary in one piece, that moment would be the peak of memory.
 HEAD_ROWS = 8192
