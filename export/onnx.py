@@ -7,7 +7,6 @@ GatherBlockQuantized reads 8-bit codes only since then.
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from edge_qkv import attention, files, package
+import edge_qkv
+from edge_qkv import attention, files
 from edge_qkv.checkpoints import Checkpoint
-from edge_qkv.config import CACHE_BYTES
 from edge_qkv.errors import InputError
 from edge_qkv.export import onnx_graph, onnx_weights, parity
 from edge_qkv.export.onnx_weights import Pieces, Recipe
+from edge_qkv.export.packaging import Runner, Stored, check_cache, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.export.quantize import BLOCK_SIZES
 from edge_qkv.planning import DEFAULT_BLOCK_SIZE
@@ -32,9 +32,6 @@ BITS = {"fp32": 0, "int8": 8, "int4": 4}
 # prefills 136 / 144 / 187 tokens/s (2 cores with AVX-512). After 1,000 of its 2,600 steps, a head of 4 bits cost
 # 0.0051 / 0.0063 / 0.0075 nats of divergence from fp32 where one of 8 bits cost 0.0016 / 0.0020 / 0.0024.
 HEAD_BITS = TABLE_BITS = 8
-
-# Opens the package at a path for `parity.check`: (a function from tokens to logits, the engine's name).
-Runner = Callable[[Path, int], tuple[parity.Score, str]]
 
 
 def export_onnx(
@@ -64,55 +61,40 @@ def export_onnx(
     except for the parity report, which holds the model in float32. Raises `InputError`; then no file is left
     and an earlier package at `output` is untouched.
     """
-    output = Path(output)
     recipe = _recipe(weights, block_size, accuracy_level)
-    if cache not in CACHE_BYTES:
-        raise InputError(f"--cache {cache} is not known; choose one of {', '.join(CACHE_BYTES)}")
+    check_cache(cache)
     config = checkpoint.config
-    tokenizer = tokenizer or checkpoint.tokenizer
-    encoder = None if tokenizer is None else package.load_tokenizer(Path(tokenizer), config.vocab_size)
-    stops = [] if encoder is None else package.stop_tokens(encoder)
-    ids = package.encode(encoder, text, frozenset(stops), start=True) if text and encoder is not None else None
     decoder, storage = onnx_weights.prepare(config, onnx_graph.symbolic_attend, recipe)
     data = onnx_weights.DataFile(onnx_graph.named_weights(decoder), storage)
-    with files.directory_written_whole(output, package.is_package_only) as directory:
-        _check_space(directory, data.bytes)
+    matrix_bytes, table_bytes = onnx_weights.stored_bytes(decoder)
+    block = recipe.block_size if recipe.bits else None
+    facts = {
+        "weight_bits": recipe.bits or 32,
+        "block_size": block or 0,
+        "matrix_bytes": matrix_bytes,
+        "table_bytes": table_bytes,
+    }
+
+    def write_model(directory: Path) -> None:
+        check_space(directory, data.bytes)
         progress("Tracing the graph", 0, 0)
         model = onnx_graph.build(decoder, cache)
-        matrix_bytes, table_bytes = onnx_weights.stored_bytes(decoder)
-        stored = {
-            "weight_bits": recipe.bits or 32,
-            "block_size": recipe.block_size if recipe.bits else 0,
-            "matrix_bytes": matrix_bytes,
-            "table_bytes": table_bytes,
-        }
-        onnx_graph.finish(model, config, cache, _version(), stored)
+        onnx_graph.finish(model, config, cache, edge_qkv.__version__, facts)
         _write_data(checkpoint, storage, data, directory / DATA, progress)
         onnx_graph.fill(model, lambda name: data.tensor(name, directory / DATA))
         model.metadata_props["edge_qkv.fingerprint"] = _fingerprint(model, directory / DATA)
         (directory / MODEL).write_bytes(_serialized(model))
-        del model, decoder
-        if tokenizer is not None:
-            shutil.copyfile(tokenizer, directory / "tokenizer.json")
-        manifest = {
-            "format": package.FORMAT,
-            "target": "onnx",
-            "created_by": f"edge-qkv {_version()}",
-            "checkpoint_format": checkpoint.format,
-            "config": config.to_dict(),
-            "weights": weights,
-            "block_size": recipe.block_size if recipe.bits else None,
-            "cache": cache,
-            "cache_bytes_per_token": config.cache_bytes_per_token(cache),
-            "stop_tokens": stops,
-            "files": _listed(directory, progress),
-            "parity": None,
-        }
-        files.write_json(directory / package.MANIFEST, manifest)
-        if run_parity:
-            manifest["parity"] = _parity(checkpoint, directory, runner or open_runner, ids, progress)
-            files.write_json(directory / package.MANIFEST, manifest)
-    return manifest
+
+    return write_package(
+        checkpoint,
+        output,
+        Stored("onnx", weights, cache, block),
+        write_model,
+        tokenizer=tokenizer,
+        text=text,
+        runner=(runner or open_runner) if run_parity else None,
+        progress=progress,
+    )
 
 
 def open_runner(directory: Path, context: int) -> tuple[parity.Score, str]:
@@ -126,17 +108,14 @@ def open_runner(directory: Path, context: int) -> tuple[parity.Score, str]:
 
         from edge_qkv.export.onnx_stock import StockSession
 
-        session, engine = StockSession(directory, context), f"onnxruntime {onnxruntime.__version__}"
-    else:
-        from edge_qkv.session import Session
+        session = StockSession(directory, context)
 
-        session, engine = Session(directory, context=context, prefill_chunk=64, verify=False), "edge-qkv"
+        def score(tokens: Sequence[int]) -> np.ndarray:
+            session.rewind(0)
+            return session.score(tokens)
 
-    def score(tokens: Sequence[int]) -> np.ndarray:
-        session.rewind(0)
-        return session.score(tokens)
-
-    return score, engine
+        return score, f"onnxruntime {onnxruntime.__version__}"
+    return open_session(directory, context)
 
 
 def _recipe(weights: str, block_size: int | None, accuracy_level: int) -> Recipe:
@@ -188,32 +167,3 @@ def _fingerprint(model: ir.Model, data: Path) -> str:
 
 def _serialized(model: ir.Model) -> bytes:
     return ir.serde.serialize_model(model).SerializeToString(deterministic=True)
-
-
-def _listed(directory: Path, progress: Progress) -> dict[str, dict[str, Any]]:
-    progress("Hashing the files", 0, 0)
-    paths = sorted(path for path in directory.iterdir() if path.is_file())
-    return {path.name: {"bytes": path.stat().st_size, "sha256": files.sha256(path)} for path in paths}
-
-
-def _parity(
-    checkpoint: Checkpoint, directory: Path, runner: Runner, ids: Sequence[int] | None, progress: Progress
-) -> dict[str, Any]:
-    progress("Comparing with the checkpoint", 0, 0)
-    score, engine = runner(directory, parity.lengths(checkpoint.config)[1])
-    return parity.check(checkpoint.load(), score, engine, ids)
-
-
-def _check_space(directory: Path, needed: int) -> None:
-    free = shutil.disk_usage(directory).free
-    if free < needed * 1.01:
-        raise InputError(
-            f"--output {directory.parent}: has {free:,} bytes free, the package needs {needed:,}; "
-            "free some or choose another place"
-        )
-
-
-def _version() -> str:
-    import edge_qkv
-
-    return edge_qkv.__version__

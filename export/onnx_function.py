@@ -11,29 +11,11 @@ import onnx.parser
 
 from edge_qkv.attention import FP16_MAX
 from edge_qkv.config import ModelConfig
+from edge_qkv.export.operator import ATTRIBUTES, INPUTS
 
-DOMAIN, NAME, VERSION = "edge_qkv", "UnifiedKVAttention", 1
+DOMAIN, NAME = "edge_qkv", "UnifiedKVAttention"
 OPSET = 21  # of the ONNX operators, here and in the graph; ONNX Runtime has it since 1.18
-ROTARY = {"rotary-conjugate": "conjugate", "rotary-on-read": "on_read"}  # other positions: "none"
-INPUTS = (
-    *("query", "kv", "cache", "past", "cos", "sin", "value", "value_cache"),
-    *("cache_scale", "value_cache_scale"),
-)
 OUTPUTS = ("attention", "cache_out", "value_cache_out", "cache_scale_out", "value_cache_scale_out")
-ATTRIBUTES = ("num_heads", "kv_heads", "scale", "rotary", "rotary_dim", "window", "sinks")
-
-
-def attributes(config: ModelConfig) -> dict[str, int | float | str]:
-    """The attributes of the operator's node."""
-    return {
-        "num_heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "scale": config.scale,
-        "rotary": ROTARY.get(config.positions, "none"),
-        "rotary_dim": config.rotated,
-        "window": config.window,
-        "sinks": config.sinks,
-    }
 
 
 def used_outputs(config: ModelConfig, cache: str) -> tuple[str, ...]:

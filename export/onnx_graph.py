@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from edge_qkv.config import ModelConfig
-from edge_qkv.export import onnx_function
+from edge_qkv.export import onnx_function, operator
 from edge_qkv.model import Decoder
 
 CACHE_DTYPE = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
@@ -22,9 +22,7 @@ _EXAMPLE_TOKENS, _EXAMPLE_ROWS, _EXAMPLE_CAPACITY = 5, 3, 8  # never 0 or 1: tra
 
 def cache_names(config: ModelConfig, cache: str) -> list[tuple[str, ...]]:
     """The names of each layer's caches as graph inputs, in the order of `Decoder.new_caches`."""
-    kinds = ("kv",) if config.unified else ("key", "value")
-    if cache == "int8":
-        kinds += tuple(f"{kind}_scale" for kind in kinds)
+    kinds = operator.cache_kinds(config, cache)
     return [tuple(f"{kind}.{i}" for kind in kinds) for i in range(config.layers)]
 
 
@@ -51,7 +49,7 @@ def symbolic_attend(
     inputs |= {name.removesuffix("_out"): tensor for name, tensor in after.items()}
     if tables is not None:
         inputs["cos"], inputs["sin"] = tables
-    given = [inputs.get(name) for name in onnx_function.INPUTS]
+    given = [inputs.get(name) for name in operator.INPUTS]
     while given[-1] is None:
         given.pop()
     outputs = onnx_function.OUTPUTS[1 : onnx_function.OUTPUTS.index(used[-1]) + 1]
@@ -59,10 +57,10 @@ def symbolic_attend(
     out, *updated = torch.onnx.ops.symbolic_multi_out(
         f"{onnx_function.DOMAIN}::{onnx_function.NAME}",
         given,
-        onnx_function.attributes(config),
+        operator.attributes(config),
         dtypes=(query.dtype, *(c.dtype for c in like)),
         shapes=((*key.shape[:2], config.heads * config.head_dim), *(c.shape for c in like)),
-        version=onnx_function.VERSION,
+        version=operator.VERSION,
     )
     return out, tuple(tensor for name, tensor in zip(outputs, updated, strict=True) if name in after)
 
@@ -142,34 +140,12 @@ def finish(model: ir.Model, config: ModelConfig, cache: str, producer_version: s
     """
     function = ir.serde.deserialize_function(onnx_function.attention_function(config, cache))
     model.functions[function.identifier()] = function
-    model.opset_imports[onnx_function.DOMAIN] = onnx_function.VERSION
+    model.opset_imports[onnx_function.DOMAIN] = operator.VERSION
     model.producer_name, model.producer_version = "edge-qkv", producer_version
     model.ir_version = 10  # the one of opset 21
     model.metadata_props.clear()
-    model.metadata_props.update(metadata(config, cache) | {f"edge_qkv.{name}": str(n) for name, n in stored.items()})
-
-
-def metadata(config: ModelConfig, cache: str) -> dict[str, str]:
-    facts = {
-        "format": 2,
-        "vocab_size": config.vocab_size,
-        "max_positions": config.max_positions,
-        "layers": config.layers,
-        "width": config.width,
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "caches": config.caches,
-        "cache_type": cache,
-        "window": config.window,
-        "sinks": config.sinks,
-        "positions": config.positions,
-        "rotary_dim": config.rotated,
-        "rotary_base": float(config.rotary_base),
-        "mlp_width": config.mlp_width,
-        "mlp_matrices": 3 if config.gated_mlp else 2,
-    }
-    return {f"edge_qkv.{name}": str(value) for name, value in facts.items()}
+    facts = operator.description(config, cache) | {name: str(n) for name, n in stored.items()}
+    model.metadata_props.update({f"edge_qkv.{name}": value for name, value in facts.items()})
 
 
 def _name_interface(graph: ir.Graph, caches: list[str], weights: list[str]) -> None:

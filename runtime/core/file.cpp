@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
+#include <memory>
 
 namespace edge_qkv {
 
@@ -35,6 +37,12 @@ bool write_all(const File& file, const void* data, size_t bytes, uint64_t offset
 bool read_all(const File& file, void* data, size_t bytes, uint64_t offset) {
   return all(static_cast<char*>(data), bytes, offset,
              [&](char* at, size_t n, off_t from) { return pread(file.get(), at, n, from); });
+}
+
+std::string absolute_directory(const std::string& path) {
+  const std::unique_ptr<char, void (*)(void*)> whole(realpath(path.c_str(), nullptr), std::free);
+  const std::string resolved = whole ? whole.get() : path;
+  return resolved.substr(0, resolved.rfind('/') + 1);
 }
 
 }  // namespace edge_qkv

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <utility>
 
 namespace edge_qkv {
@@ -33,5 +34,8 @@ bool write_all(const File& file, const void* data, size_t bytes, uint64_t offset
 
 // Reads all of `data` from `offset`; else returns false with errno set, to 0 where the file ends before.
 bool read_all(const File& file, void* data, size_t bytes, uint64_t offset);
+
+// Of the file at `path`, links resolved, with a slash at its end.
+std::string absolute_directory(const std::string& path);
 
 }  // namespace edge_qkv

@@ -18,7 +18,8 @@ from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
 from edge_qkv.export import TARGETS, onnx_stock
 from edge_qkv.export.onnx import export_onnx
-from edge_qkv.export.onnx_function import INPUTS, OUTPUTS
+from edge_qkv.export.onnx_function import OUTPUTS
+from edge_qkv.export.operator import INPUTS
 from edge_qkv.export.quantize import dequantize, quantize
 from edge_qkv.model import Decoder
 

@@ -4,25 +4,13 @@
 #include <cstddef>
 
 #include "core/attention.h"
+#include "engines/operator.h"
 #include "ort_api.h"
 
 namespace edge_qkv::ort {
 
 class AttentionNode {
  public:
-  enum Input {
-    kQuery,
-    kKey,
-    kCache,
-    kPast,
-    kCos,
-    kSin,
-    kValue,
-    kValueCache,
-    kCacheScale,
-    kValueCacheScale,
-    kInputs
-  };
   enum Output { kAttention, kCacheOut, kValueCacheOut, kCacheScaleOut, kValueCacheScaleOut, kOutputs };
 
   AttentionNode(const Api& api, size_t tasks) : api_(api), tasks_(tasks) {}

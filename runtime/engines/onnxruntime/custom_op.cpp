@@ -38,13 +38,13 @@ OrtStatus* guarded(const Api& api, Function function) noexcept {
 
 int input_type(const CustomOp* op, size_t index) {
   switch (index) {
-    case AttentionNode::kCache:
-    case AttentionNode::kValueCache:
+    case kCache:
+    case kValueCache:
       return self(op).cache_type;
-    case AttentionNode::kPast:
+    case kPast:
       return kInt64;
-    case AttentionNode::kCacheScale:
-    case AttentionNode::kValueCacheScale:
+    case kCacheScale:
+    case kValueCacheScale:
       return kFloat16;
     default:
       return kFloat;
@@ -66,8 +66,8 @@ int output_type(const CustomOp* op, size_t index) {
 OrtStatus* infer_shapes(const CustomOp* op, OrtShapeInferContext* context) {
   const Api& api = *self(op).api;
   constexpr std::pair<size_t, size_t> kSameShape[] = {
-      {AttentionNode::kQuery, AttentionNode::kAttention},
-      {AttentionNode::kCache, AttentionNode::kCacheOut},
+      {kQuery, AttentionNode::kAttention},
+      {kCache, AttentionNode::kCacheOut},
   };
   for (const auto& [input, output] : kSameShape) {
     OrtTensorTypeAndShapeInfo* info = nullptr;
@@ -77,8 +77,7 @@ OrtStatus* infer_shapes(const CustomOp* op, OrtShapeInferContext* context) {
   return nullptr;
 }
 
-constexpr int kInplaceInputs[] = {AttentionNode::kCache, AttentionNode::kValueCache,
-                                  AttentionNode::kCacheScale, AttentionNode::kValueCacheScale};
+constexpr int kInplaceInputs[] = {kCache, kValueCache, kCacheScale, kValueCacheScale};
 constexpr int kInplaceOutputs[] = {AttentionNode::kCacheOut, AttentionNode::kValueCacheOut,
                                    AttentionNode::kCacheScaleOut, AttentionNode::kValueCacheScaleOut};
 
@@ -88,11 +87,11 @@ CustomOp describe() {
   op.GetName = [](const CustomOp*) { return "UnifiedKVAttention"; };
   op.GetExecutionProviderType = [](const CustomOp*) -> const char* { return nullptr; };
   op.GetInputType = input_type;
-  op.GetInputTypeCount = [](const CustomOp*) -> size_t { return AttentionNode::kInputs; };
+  op.GetInputTypeCount = [](const CustomOp*) -> size_t { return kOperatorInputs; };
   op.GetOutputType = output_type;
   op.GetOutputTypeCount = [](const CustomOp*) -> size_t { return AttentionNode::kOutputs; };
   op.GetInputCharacteristic = [](const CustomOp*, size_t index) {
-    return index > AttentionNode::kPast ? kOptional : kRequired;
+    return index > kPast ? kOptional : kRequired;
   };
   op.GetOutputCharacteristic = [](const CustomOp*, size_t index) {
     return index > AttentionNode::kCacheOut ? kOptional : kRequired;

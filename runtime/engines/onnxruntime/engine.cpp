@@ -1,12 +1,11 @@
 #include "engine.h"
 
-#include <cstdlib>
-
 #include "core/error.h"
+#include "core/file.h"
 #include "core/memory.h"
 #include "costs.h"
 #include "custom_op.h"
-#include "packed.h"
+#include "engines/packed.h"
 #include "state.h"
 
 namespace edge_qkv::ort {
@@ -27,11 +26,10 @@ class Model : public EngineModel {
   const std::string directory_;  // absolute: of the files that weights are mapped from
 };
 
-// Of the file at `path`, with a slash at its end.
-std::string absolute_directory(const std::string& path) {
-  const std::unique_ptr<char, void (*)(void*)> whole(realpath(path.c_str(), nullptr), std::free);
-  const std::string resolved = whole ? whole.get() : path;
-  return resolved.substr(0, resolved.rfind('/') + 1);
+PackedWeights packed_weights(const EngineOptions& options, const ModelInfo& info,
+                             const Library& library) {
+  return PackedWeights(options.packed_weights, info, "onnxruntime " + library.version(),
+                       {"packed.onnx", "packed.onnx.data"});  // both forms of the weights; one is read
 }
 
 Handle<OrtSessionOptions> session_options(const Library& library, int threads) {
@@ -79,7 +77,7 @@ std::unique_ptr<EngineModel> open_onnx(const std::string& path, const EngineOpti
   const ModelInfo info = describe_onnx(path).info;
   const Library& library = Library::open(options.library);
   if (!options.packed_weights.empty()) {
-    const std::string packed = PackedWeights(options.packed_weights, info, library.version()).find();
+    const std::string packed = packed_weights(options, info, library).find();
     try {
       ModelInfo of_packed = packed.empty() ? ModelInfo{} : describe_onnx(packed).info;
       if (of_packed.fingerprint == info.fingerprint) {
@@ -100,32 +98,31 @@ void pack_onnx(const std::string& path, const EngineOptions& options) {
   }
   const Library& library = Library::open(options.library);
   const Api& api = library.api();
-  const PackedWeights packed(options.packed_weights, model.info, library.version());
-  packed.make(packed_file_bytes(model.plan), [&](const std::string& graph) {
-    const auto opts = session_options(library, options.threads);
-    const auto set = [&](const char* key, const std::string& value) {
-      check(api, api.AddSessionConfigEntry(opts.get(), key, value.c_str()), EQKV_ENGINE_FAILED,
-            "ONNX Runtime refused an option");
-    };
-    // The weights' file is named relative to the graph.
-    set("session.optimized_model_external_initializers_file_name",
-        graph.substr(graph.rfind('/') + 1) + ".data");
-    set("session.optimized_model_external_initializers_min_size_in_bytes", "1024");
-    set("session.save_external_prepacked_constant_initializers", "1");
-    check(api, api.SetOptimizedModelFilePath(opts.get(), graph.c_str()), EQKV_ENGINE_FAILED,
-          "ONNX Runtime refused an option");
-    create_session(library, path, opts.get(), EQKV_BAD_PACKAGE);
-    // A disk that fills up goes unnoticed while it is written; what was cut off does not load.
-    const auto plain = session_options(library, options.threads);
-    create_session(library, graph, plain.get(), EQKV_ENGINE_FAILED);
-  });
+  packed_weights(options, model.info, library)
+      .make(packed_file_bytes(model.plan), [&](const std::string& graph) {
+        const auto opts = session_options(library, options.threads);
+        const auto set = [&](const char* key, const std::string& value) {
+          check(api, api.AddSessionConfigEntry(opts.get(), key, value.c_str()), EQKV_ENGINE_FAILED,
+                "ONNX Runtime refused an option");
+        };
+        // The weights' file is named relative to the graph.
+        set("session.optimized_model_external_initializers_file_name",
+            graph.substr(graph.rfind('/') + 1) + ".data");
+        set("session.optimized_model_external_initializers_min_size_in_bytes", "1024");
+        set("session.save_external_prepacked_constant_initializers", "1");
+        check(api, api.SetOptimizedModelFilePath(opts.get(), graph.c_str()), EQKV_ENGINE_FAILED,
+              "ONNX Runtime refused an option");
+        create_session(library, path, opts.get(), EQKV_BAD_PACKAGE);
+        // A disk that fills up goes unnoticed while it is written; what was cut off does not load.
+        const auto plain = session_options(library, options.threads);
+        create_session(library, graph, plain.get(), EQKV_ENGINE_FAILED);
+      });
 }
 
 bool is_packed(const std::string& path, const EngineOptions& options) {
   const ModelInfo info = describe_onnx(path).info;
   if (!PackedWeights::any(options.packed_weights, info)) return false;  // without opening a library
-  const std::string& version = Library::open(options.library).version();
-  return !PackedWeights(options.packed_weights, info, version).find().empty();
+  return !packed_weights(options, info, Library::open(options.library)).find().empty();
 }
 
 }  // namespace edge_qkv::ort

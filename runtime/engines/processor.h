@@ -3,10 +3,10 @@
 
 #include <string>
 
-namespace edge_qkv::ort {
+namespace edge_qkv {
 
 // One line of printable text, the same on every start on the same machine. Weights that were packed on
 // another processor may be laid out otherwise.
 std::string processor_name();
 
-}  // namespace edge_qkv::ort
+}  // namespace edge_qkv

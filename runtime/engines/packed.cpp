@@ -17,11 +17,9 @@
 #include "core/file.h"
 #include "processor.h"
 
-namespace edge_qkv::ort {
+namespace edge_qkv {
 namespace {
 
-constexpr const char* kGraph = "packed.onnx";
-constexpr const char* kData = "packed.onnx.data";
 constexpr const char* kMarker = "packed.txt";
 constexpr const char* kUnfinished = ".packing-";  // beginning of the name of a directory being written
 
@@ -109,10 +107,11 @@ void make_directories(const std::string& path) {
 }  // namespace
 
 PackedWeights::PackedWeights(const std::string& directory, const ModelInfo& info,
-                             const std::string& version)
+                             const std::string& engine, const std::vector<std::string>& files)
     : directory_(directory),
-      maker_("edge-qkv packed weights 1\nmodel " + info.fingerprint + "\nonnxruntime " + version +
-             "\nprocessor " + processor_name() + "\n"),
+      files_(files),
+      maker_("edge-qkv packed weights 1\nmodel " + info.fingerprint + "\n" + engine + "\nprocessor " +
+             processor_name() + "\n"),
       final_(directory + "/" + name_of(info) + hash(maker_)) {}
 
 bool PackedWeights::any(const std::string& directory, const ModelInfo& info) {
@@ -126,26 +125,27 @@ bool PackedWeights::any(const std::string& directory, const ModelInfo& info) {
 // The marker that would describe `folder` as it is; empty where a file is missing.
 std::string PackedWeights::described(const std::string& folder) const {
   std::string text = maker_;
-  for (const char* name : {kGraph, kData}) {
+  for (const std::string& name : files_) {
     struct stat status = {};
     if (stat((folder + "/" + name).c_str(), &status) != 0 || !S_ISREG(status.st_mode)) return "";
-    text += std::string(name) + " " + std::to_string(status.st_size) + "\n";
+    text += name + " " + std::to_string(status.st_size) + "\n";
   }
   return text;
 }
 
 std::string PackedWeights::find() const {
   const std::string is = described(final_);
-  return !is.empty() && read_small(final_ + "/" + kMarker) == is ? final_ + "/" + kGraph : "";
+  return !is.empty() && read_small(final_ + "/" + kMarker) == is ? final_ + "/" + files_.front() : "";
 }
 
 void PackedWeights::write_marker(const std::string& folder) const {
   const std::string text = described(folder), path = folder + "/" + kMarker;
-  if (text.empty()) refuse(directory_, "ONNX Runtime wrote none");
+  if (text.empty()) refuse(directory_, "the engine wrote none");
   FILE* file = std::fopen(path.c_str(), "we");
   bool good = file && std::fwrite(text.data(), 1, text.size(), file) == text.size();
   if (file) good = std::fclose(file) == 0 && good;
-  for (const char* name : {kGraph, kData, kMarker}) good = good && on_disk(folder + "/" + name);
+  for (const std::string& name : files_) good = good && on_disk(folder + "/" + name);
+  good = good && on_disk(path);
   good = good && chmod(folder.c_str(), 0755) == 0;  // other users' processes may map it too
   if (!good || !on_disk(folder)) refuse(directory_, std::strerror(errno));
 }
@@ -171,7 +171,7 @@ void PackedWeights::make(uint64_t bytes_needed,
   }
   const TemporaryFolder folder(directory_);
   try {
-    write(folder.path() + "/" + kGraph);
+    write(folder.path() + "/" + files_.front());
   } catch (const Error& error) {
     if (error.status() != EQKV_ENGINE_FAILED) throw;
     std::string reason = error.what();
@@ -187,4 +187,4 @@ void PackedWeights::make(uint64_t bytes_needed,
   on_disk(directory_);
 }
 
-}  // namespace edge_qkv::ort
+}  // namespace edge_qkv

@@ -12,7 +12,7 @@
 #include <sys/sysctl.h>
 #endif
 
-namespace edge_qkv::ort {
+namespace edge_qkv {
 namespace {
 
 [[maybe_unused]] void append_hex(std::string* text, uint64_t value) {
@@ -96,4 +96,4 @@ std::string processor_name() { return "unknown"; }
 
 #endif
 
-}  // namespace edge_qkv::ort
+}  // namespace edge_qkv

@@ -1,0 +1,120 @@
+"""What every exporter does around its model file: tokenizer, manifest, parity report, all or nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import edge_qkv
+from edge_qkv import files, package
+from edge_qkv.checkpoints import Checkpoint
+from edge_qkv.config import CACHE_BYTES
+from edge_qkv.errors import InputError
+from edge_qkv.export import parity
+from edge_qkv.export.progress import Progress
+
+# Opens the package at a path for sequences of so many tokens: (a function from tokens to logits, the engine's name).
+Runner = Callable[[Path, int], tuple[parity.Score, str]]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the manifest says of the model file."""
+
+    target: str
+    weights: str
+    cache: str
+    block_size: int | None
+    more: dict[str, Any] = field(default_factory=dict)  # what only this target has
+
+
+def check_cache(cache: str) -> None:
+    if cache not in CACHE_BYTES:
+        raise InputError(f"--cache {cache} is not known; choose one of {', '.join(CACHE_BYTES)}")
+
+
+def write_package(
+    checkpoint: Checkpoint,
+    output: Path,
+    stored: Stored,
+    write_model: Callable[[Path], None],
+    *,
+    tokenizer: Path | None,
+    text: str | None,
+    runner: Runner | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Writes the package `output` and returns its manifest (`edge_qkv.json`).
+
+    write_model: writes the model's files into a directory. tokenizer: a `tokenizer.json`, default the checkpoint's.
+    runner: opens the package for the parity report, on `text` or else on random token ids; None: no report. Raises
+    `InputError`; then no file is left and an earlier package at `output` is untouched.
+    """
+    config = checkpoint.config
+    tokenizer = tokenizer or checkpoint.tokenizer
+    encoder = None if tokenizer is None else package.load_tokenizer(Path(tokenizer), config.vocab_size)
+    stops = [] if encoder is None else package.stop_tokens(encoder)
+    ids = package.encode(encoder, text, frozenset(stops), start=True) if text and encoder is not None else None
+    with files.directory_written_whole(Path(output), package.is_package_only) as directory:
+        write_model(directory)
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, directory / "tokenizer.json")
+        manifest = {
+            "format": package.FORMAT,
+            "target": stored.target,
+            "created_by": f"edge-qkv {edge_qkv.__version__}",
+            "checkpoint_format": checkpoint.format,
+            "config": config.to_dict(),
+            "weights": stored.weights,
+            "block_size": stored.block_size,
+            "cache": stored.cache,
+            "cache_bytes_per_token": config.cache_bytes_per_token(stored.cache),
+            **stored.more,
+            "stop_tokens": stops,
+            "files": _listed(directory, progress),
+            "parity": None,
+        }
+        files.write_json(directory / package.MANIFEST, manifest)
+        if runner:
+            manifest["parity"] = _parity(checkpoint, directory, runner, ids, progress)
+            files.write_json(directory / package.MANIFEST, manifest)
+    return manifest
+
+
+def check_space(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < needed * 1.01:
+        raise InputError(
+            f"--output {directory.parent}: has {free:,} bytes free, the package needs {needed:,}; "
+            "free some or choose another place"
+        )
+
+
+def open_session(directory: Path, context: int) -> tuple[parity.Score, str]:
+    """A `Runner` on the native runtime."""
+    from edge_qkv.session import Session
+
+    session = Session(directory, context=context, prefill_chunk=64, verify=False, packed=False)
+
+    def score(tokens: Sequence[int]):
+        session.rewind(0)
+        return session.score(tokens)
+
+    return score, "edge-qkv"
+
+
+def _listed(directory: Path, progress: Progress) -> dict[str, dict[str, Any]]:
+    progress("Hashing the files", 0, 0)
+    paths = sorted(path for path in directory.iterdir() if path.is_file())
+    return {path.name: {"bytes": path.stat().st_size, "sha256": files.sha256(path)} for path in paths}
+
+
+def _parity(
+    checkpoint: Checkpoint, directory: Path, runner: Runner, ids: Sequence[int] | None, progress: Progress
+) -> dict[str, Any]:
+    progress("Comparing with the checkpoint", 0, 0)
+    score, engine = runner(directory, parity.lengths(checkpoint.config)[1])
+    return parity.check(checkpoint.load(), score, engine, ids)

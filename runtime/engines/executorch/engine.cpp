@@ -1,0 +1,125 @@
+#include "engine.h"
+
+#include <atomic>
+
+#include "core/error.h"
+#include "core/file.h"
+#include "core/memory.h"
+#include "costs.h"
+#include "engines/packed.h"
+#include "library.h"
+#include "model_file.h"
+
+namespace edge_qkv::et {
+namespace {
+
+// A program that the plugin has loaded. Throws Error.
+class Program {
+ public:
+  Program(const Plugin& plugin, const std::string& path, const std::string& packed, int threads,
+          const ModelInfo& info)
+      : plugin_(plugin) {
+    const PluginRequest request = {path.c_str(),      packed.empty() ? nullptr : packed.c_str(),
+                                   threads,           info.cache,
+                                   info.cache_rows,   info.vocab_size,
+                                   info.prefill_chunk};
+    PluginMessage message = {};
+    check(plugin_.open(request, &model_, &message), message);
+  }
+  ~Program() {
+    if (model_) plugin_.close(model_);
+  }
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+
+  void forward(const PluginCall& call) const {
+    PluginMessage message = {};
+    check(plugin_.forward(model_, call, &message), message);
+  }
+  void release_pages() const { plugin_.release_pages(model_); }
+
+ private:
+  static void check(int status, const PluginMessage& message) {
+    if (status != EQKV_OK) throw Error(static_cast<eqkv_status>(status), message.text);
+  }
+
+  const Plugin& plugin_;
+  PluginModel* model_ = nullptr;
+};
+
+class State : public EngineState {
+ public:
+  State(const Program& program, const CacheView& cache) : program_(program), caches_(cache.tensors) {}
+
+  void forward(const int32_t* tokens, size_t count, int64_t past, size_t logit_rows,
+               float* logits) override {
+    program_.forward({tokens, count, past, logit_rows, logits, caches_.data(), &stop_});
+  }
+  void interrupt() noexcept override { stop_ = true; }
+  void resume() noexcept override { stop_ = false; }
+
+ private:
+  const Program& program_;
+  const std::vector<std::byte*> caches_;
+  std::atomic<bool> stop_{false};
+};
+
+class Model : public EngineModel {
+ public:
+  Model(const Plugin& plugin, const std::string& path, const std::string& packed, int threads,
+        const ModelInfo& info)
+      : info_(info),
+        directory_(absolute_directory(path)),
+        program_(plugin, path, packed, threads, info) {
+    info_.packed = !packed.empty();
+    release_heap();  // what loading allocated and freed is no memory of ours any more
+  }
+  const ModelInfo& info() const override { return info_; }
+  void release_pages() const override {
+    program_.release_pages();
+    release_file_pages(directory_);
+  }
+  std::unique_ptr<EngineState> open(const CacheView& cache) const override {
+    return std::make_unique<State>(program_, cache);
+  }
+
+ private:
+  ModelInfo info_;
+  const std::string directory_;
+  const Program program_;
+};
+
+PackedWeights packed_weights(const EngineOptions& options, const ModelInfo& info, const Plugin& plugin) {
+  return PackedWeights(options.packed_weights, info, std::string("executorch ") + plugin.executorch,
+                       {"packed.xnnpack"});
+}
+
+}  // namespace
+
+std::unique_ptr<EngineModel> open_pte(const std::string& path, const EngineOptions& options) {
+  const ModelInfo info = describe_pte(path).info;
+  const Plugin& plugin = open_plugin(options.library);
+  const std::string packed =
+      options.packed_weights.empty() ? "" : packed_weights(options, info, plugin).find();
+  return std::make_unique<Model>(plugin, path, packed, options.threads, info);
+}
+
+void pack_pte(const std::string& path, const EngineOptions& options) {
+  const ModelDescription model = describe_pte(path);
+  if (options.packed_weights.empty()) {
+    throw Error(EQKV_INVALID_ARGUMENT, "packed_weights names no directory for the packed weights.");
+  }
+  const Plugin& plugin = open_plugin(options.library);
+  packed_weights(options, model.info, plugin)
+      .make(packed_file_bytes(model.plan), [&](const std::string& file) {
+        const Program program(plugin, path, file, options.threads, model.info);
+      });
+}
+
+bool is_packed(const std::string& path, const EngineOptions& options) {
+  const ModelInfo info = describe_pte(path).info;
+  if (!PackedWeights::any(options.packed_weights, info)) return false;  // without opening a library
+  return !packed_weights(options, info, open_plugin(options.library)).find().empty();
+}
+
+}  // namespace edge_qkv::et

@@ -1,0 +1,56 @@
+// Between libedge_qkv and libedge_qkv_executorch: all that is compiled against ExecuTorch lies behind
+// this interface, in a library of its own, so that the runtime neither ships nor needs ExecuTorch.
+//
+// Both are built from one tree. No exception and no type of the C++ library crosses it.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/cache.h"
+
+namespace edge_qkv::et {
+
+// Grows with every change of this file or of CacheLayout.
+constexpr int kPluginInterface = 1;
+constexpr const char* kPluginFunction = "eqkv_executorch_plugin";
+
+struct PluginModel;  // a loaded program
+
+struct PluginMessage {
+  char text[1024];  // one sentence; set where a function fails
+};
+
+struct PluginRequest {
+  const char* path;    // of the program
+  const char* packed;  // file of packed weights: written where it is missing; null: none
+  int threads;
+  CacheLayout cache;  // what the program must have
+  int64_t cache_rows;
+  int64_t vocab_size;
+  int64_t prefill_chunk;
+};
+
+struct PluginCall {
+  const int32_t* tokens;  // [count]
+  size_t count;
+  int64_t past;
+  size_t logit_rows;              // R
+  float* logits;                  // [R, vocab_size]
+  std::byte* const* caches;       // [layout.tensors()], with cache_rows rows each
+  const std::atomic<bool>* stop;  // once true, the call fails as soon as it can
+};
+
+// Functions that can fail return an eqkv_status. A model is used by any number of threads: calls wait
+// for each other, for a program has one set of buffers and ExecuTorch one thread pool.
+struct Plugin {
+  int interface;
+  const char* executorch;  // the version it was built with
+  int (*open)(const PluginRequest& request, PluginModel** model, PluginMessage* message);
+  int (*forward)(PluginModel* model, const PluginCall& call, PluginMessage* message);
+  void (*release_pages)(PluginModel* model);  // between calls: of buffers, whose contents are not kept
+  void (*close)(PluginModel* model);
+};
+
+}  // namespace edge_qkv::et

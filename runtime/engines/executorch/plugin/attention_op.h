@@ -1,0 +1,21 @@
+// Our attention operator as a kernel of ExecuTorch: the core's, called with the program's tensors.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <string>
+
+namespace edge_qkv::et {
+
+// What the operator knows of the call that it runs in; of the thread that evaluates.
+struct RunningCall {
+  size_t threads = 1;
+  const std::atomic<bool>* stop = nullptr;
+  std::string* failure = nullptr;  // receives one sentence
+};
+extern thread_local const RunningCall* running_call;
+
+// Once a process, also where another copy of this library has done it: registering twice would abort.
+void register_attention();
+
+}  // namespace edge_qkv::et

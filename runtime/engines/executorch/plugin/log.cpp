@@ -1,0 +1,47 @@
+#include "log.h"
+
+#include <executorch/runtime/platform/platform.h>
+
+namespace edge_qkv::et {
+namespace {
+
+thread_local std::string* kept = nullptr;  // null: no guard in this thread
+pal_emit_log_message_method passed_on = nullptr;
+
+void emit(et_timestamp_t timestamp, et_pal_log_level_t level, const char* file, const char* function,
+          size_t line, const char* message, size_t length) {
+  if (!kept) {
+    if (passed_on) passed_on(timestamp, level, file, function, line, message, length);
+    return;
+  }
+  const bool serious = level == et_pal_log_level_t::kError || level == et_pal_log_level_t::kFatal;
+  if (serious && kept->empty()) kept->assign(message, length);
+}
+
+bool install() {
+  passed_on = executorch::runtime::get_pal_impl()->emit_log_message;
+  return executorch::runtime::register_pal(executorch::runtime::PalImpl::create(emit, __FILE__));
+}
+
+}  // namespace
+
+LogGuard::LogGuard() {
+  static const bool installed = install();
+  (void)installed;
+  kept = new std::string;
+}
+
+LogGuard::~LogGuard() {
+  delete kept;
+  kept = nullptr;
+}
+
+std::string first_logged() {
+  std::string text = kept ? *kept : "";
+  while (!text.empty() && (text.back() == '.' || text.back() == '\n' || text.back() == ' ')) {
+    text.pop_back();
+  }
+  return text;
+}
+
+}  // namespace edge_qkv::et

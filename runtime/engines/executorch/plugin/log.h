@@ -1,0 +1,20 @@
+// What ExecuTorch logs while we call it becomes part of our message, instead of lines on the terminal.
+#pragma once
+
+#include <string>
+
+namespace edge_qkv::et {
+
+// While one exists, what this thread logs is kept; what others log goes where it went before.
+class LogGuard {
+ public:
+  LogGuard();
+  ~LogGuard();
+  LogGuard(const LogGuard&) = delete;
+  LogGuard& operator=(const LogGuard&) = delete;
+};
+
+// The first error that was logged since the guard was made, as a part of a sentence; or empty.
+std::string first_logged();
+
+}  // namespace edge_qkv::et

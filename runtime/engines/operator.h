@@ -1,0 +1,57 @@
+// The attention operator as the files of every engine call it: the order of its tensors, and what must
+// be true of them. They come from a file: nothing about them is believed unchecked.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "core/attention.h"
+
+namespace edge_qkv {
+
+enum OperatorInput {
+  kQuery,            // [B, T, H*D]
+  kKey,              // [B, T, G*D]
+  kCache,            // [B, G, C, D]
+  kPast,             // []
+  kCos,              // [P, R/2]
+  kSin,              // [P, R/2]
+  kValue,            // [B, T, G*D]
+  kValueCache,       // [B, G, C, D]
+  kCacheScale,       // [B, G, C]
+  kValueCacheScale,  // [B, G, C]
+  kOperatorInputs
+};
+
+// Ranks by input, and names for messages.
+struct OperatorInputFacts {
+  const char* name;
+  size_t rank;
+};
+inline constexpr OperatorInputFacts kOperatorInputFacts[] = {
+    {"query", 3}, {"kv", 3},    {"cache", 4},       {"past", 0},        {"cos", 2},
+    {"sin", 2},   {"value", 3}, {"value_cache", 4}, {"cache_scale", 3}, {"value_cache_scale", 3}};
+
+enum class Element { kOther, kFloat32, kFloat16, kInt8, kInt64 };
+
+constexpr size_t kMostRank = 4;
+
+// A tensor as an engine describes it, row-major and without gaps.
+struct OperatorTensor {
+  bool present = false;
+  Element element = Element::kOther;
+  size_t rank = 0;
+  int64_t shape[kMostRank] = {};
+  void* data = nullptr;
+};
+
+// Sets the rotary mode by its name in the file; false where there is no such mode.
+bool read_rotary_mode(const std::string& name, Rotary* rotary);
+
+// Fills in what the tensors say into `params`, which has the attributes already, all but `output`.
+// Returns one sentence where they do not fit each other or the attributes, else an empty string: then
+// the output is the caller's to set, and attention_error to ask.
+std::string read_operator(const OperatorTensor (&inputs)[kOperatorInputs], AttentionParams* params);
+
+}  // namespace edge_qkv
