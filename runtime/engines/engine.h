@@ -27,6 +27,8 @@ struct ModelInfo {
   CacheLayout cache;
   int64_t vocab_size = 0;
   int64_t max_positions = 0;
+  int64_t prefill_chunk = 0;  // most tokens of one forward; 0: any
+  int64_t cache_rows = 0;  // of its tensors, fixed by the model file; 0: as many as a session asks for
   int64_t window = 0, sinks = 0;  // of the attention, see core/attention.h
   Positions positions = Positions::kNone;
   int64_t rotary_dim = 0;   // with rotary positions

@@ -1,6 +1,7 @@
 // Reads files that are meant to do harm, for a test that makes them: each must be refused with an Error.
 //
 //   attack_program model FILE...            describes each model file
+//   attack_program pte FILE...              describes each ExecuTorch program
 //   attack_program snapshot MODEL FILE...   restores each into a session of the model
 //
 // Prints a line for each file: "refused: SENTENCE" or "accepted".
@@ -10,6 +11,7 @@
 #include "core/error.h"
 #include "core/session.h"
 #include "engines/engine.h"
+#include "engines/executorch/model_file.h"
 
 using namespace edge_qkv;
 
@@ -51,6 +53,10 @@ int main(int argc, char** argv) {
     for (int i = 2; i < argc; ++i) attack([&] { describe_model(argv[i]); });
     return 0;
   }
+  if (argc > 2 && std::strcmp(argv[1], "pte") == 0) {
+    for (int i = 2; i < argc; ++i) attack([&] { et::describe_pte(argv[i]); });
+    return 0;
+  }
   if (argc > 3 && std::strcmp(argv[1], "snapshot") == 0) {
     Session session(std::make_shared<Described>(describe_model(argv[2]).info), {96, 16});
     const int32_t token = 1;
@@ -61,6 +67,6 @@ int main(int argc, char** argv) {
     }
     return 0;
   }
-  std::fprintf(stderr, "usage: attack_program model FILE... | snapshot MODEL FILE...\n");
+  std::fprintf(stderr, "usage: attack_program model|pte FILE... | snapshot MODEL FILE...\n");
   return 2;
 }

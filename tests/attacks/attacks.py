@@ -233,3 +233,216 @@ MODELS: dict[str, Attack] = {
     "an odd rotation": _metadata("rotary_dim", "7"),
     "a short fingerprint": _metadata("fingerprint", "abc"),
 }
+
+
+# ---- ExecuTorch programs: model.pte, a flatbuffer whose methods edge_qkv.* each return a text ----
+
+DESCRIPTION = {
+    "format": "2",
+    "vocab_size": "260",
+    "max_positions": "96",
+    "layers": "2",
+    "width": "32",
+    "heads": "4",
+    "kv_heads": "1",
+    "head_dim": "8",
+    "caches": "1",
+    "cache_type": "fp16",
+    "window": "0",
+    "sinks": "0",
+    "positions": "rotary-conjugate",
+    "rotary_dim": "8",
+    "rotary_base": "10000.0",
+    "mlp_width": "48",
+    "mlp_matrices": "3",
+    "weight_bits": "32",
+    "block_size": "0",
+    "matrix_bytes": "1000",
+    "table_bytes": "2000",
+    "fingerprint": "0123456789abcdef" * 4,
+    "cache_rows": "96",
+    "prefill_chunk": "64",
+    "operator": "1",
+    "executorch": "1.5.1",
+}
+
+# Of the extended header, see exir/_serialize/_program.py of ExecuTorch.
+HEADER_FIELDS = {"program_size": 16, "segment_base": 24, "segment_bytes": 32}
+# Places of fields in the tables of program.fbs.
+_PLANS, _NAME, _VALUES, _OUTPUTS, _TYPE, _VALUE, _TEXT = 1, 0, 2, 4, 0, 1, 0
+
+
+def _word(data: bytes, at: int) -> int:
+    return struct.unpack_from("<I", data, at)[0]
+
+
+def _follow(data: bytes, at: int) -> int:
+    return at + _word(data, at)
+
+
+def _place(data: bytes, table: int, field: int) -> int:
+    """Where a field of a table lies that the table has."""
+    vtable = table - struct.unpack_from("<i", data, table)[0]
+    return table + struct.unpack_from("<H", data, vtable + 4 + 2 * field)[0]
+
+
+def places(data: bytes, key: str) -> dict[str, int]:
+    """Where the words lie through which a reader finds the text of `key`."""
+    at = {"root offset": 0, "root table": _follow(data, 0)}
+    at["methods offset"] = _place(data, at["root table"], _PLANS)
+    at["methods count"] = _follow(data, at["methods offset"])
+    for method in range(_word(data, at["methods count"])):
+        at["method offset"] = at["methods count"] + 4 + 4 * method
+        at["method table"] = _follow(data, at["method offset"])
+        at["name offset"] = _place(data, at["method table"], _NAME)
+        at["name length"] = _follow(data, at["name offset"])
+        name = data[at["name length"] + 4 :][: _word(data, at["name length"])]
+        if name == b"edge_qkv." + key.encode():
+            break
+    else:
+        raise KeyError(key)
+    for list_name, field in (("values", _VALUES), ("outputs", _OUTPUTS)):
+        at[f"{list_name} offset"] = _place(data, at["method table"], field)
+        at[f"{list_name} count"] = _follow(data, at[f"{list_name} offset"])
+    at["output index"] = at["outputs count"] + 4
+    at["value offset"] = at["values count"] + 4
+    at["value table"] = _follow(data, at["value offset"])
+    at["union offset"] = _place(data, at["value table"], _VALUE)
+    at["string table"] = _follow(data, at["union offset"])
+    at["text offset"] = _place(data, at["string table"], _TEXT)
+    at["text length"] = _follow(data, at["text offset"])
+    return at
+
+
+def _header(name: str, value: Callable[[int], int]) -> Attack:
+    def attack(data: bytes) -> bytes:
+        out = bytearray(data)
+        (good,) = struct.unpack_from("<Q", out, HEADER_FIELDS[name])
+        struct.pack_into("<Q", out, HEADER_FIELDS[name], value(good) & _MASK)
+        return bytes(out)
+
+    return attack
+
+
+def _at(place: str, value: int) -> Attack:
+    def attack(data: bytes) -> bytes:
+        out = bytearray(data)
+        struct.pack_into("<I", out, places(data, "head_dim")[place], value)
+        return bytes(out)
+
+    return attack
+
+
+def _layout(table: str, *sizes: int) -> Attack:
+    """Other sizes, and perhaps first fields, in the vtable of a table."""
+
+    def attack(data: bytes) -> bytes:
+        out = bytearray(data)
+        at = places(data, "head_dim")[f"{table} table"]
+        vtable = at - struct.unpack_from("<i", data, at)[0]
+        struct.pack_into(f"<{len(sizes)}H", out, vtable, *sizes)
+        return bytes(out)
+
+    return attack
+
+
+def _no_type(data: bytes) -> bytes:
+    """The text as a value of a type that is no text."""
+    out = bytearray(data)
+    out[_place(data, places(data, "head_dim")["value table"], _TYPE)] = 2
+    return bytes(out)
+
+
+def _renamed(key: str, name: str) -> Attack:
+    """The method of `key` under another name of the same length."""
+
+    def attack(data: bytes) -> bytes:
+        out = bytearray(data)
+        at = places(data, key)["name length"]
+        assert len(name) == _word(data, at), name
+        out[at + 4 : at + 4 + len(name)] = name.encode()
+        return bytes(out)
+
+    return attack
+
+
+def _absent(key: str) -> Attack:
+    return _renamed(key, f"edge-qkv.{key}")
+
+
+def _returned(key: str, value: str) -> Attack:
+    """Another text for `key`, between the program and its segments, which move."""
+
+    def attack(data: bytes) -> bytes:
+        size, base, _ = (struct.unpack_from("<Q", data, at)[0] for at in HEADER_FIELDS.values())
+        out = bytearray(data[:size])
+        out += bytes(-len(out) % 4)
+        struct.pack_into("<I", out, (place := places(data, key)["text offset"]), len(out) - place)
+        text = value.encode()
+        out += struct.pack("<I", len(text)) + text + b"\0"
+        struct.pack_into("<Q", out, HEADER_FIELDS["program_size"], len(out))
+        out += bytes(-len(out) % 64)
+        struct.pack_into("<Q", out, HEADER_FIELDS["segment_base"], len(out))
+        return bytes(out) + data[base:]
+
+    return attack
+
+
+def _no_forward(data: bytes) -> bytes:
+    """Its name with another first letter."""
+    return data.replace(b"\7\0\0\0forward\0", b"\7\0\0\0Forward\0")
+
+
+_OFFSETS = ("root", "methods", "method", "name", "values", "outputs", "value", "union", "text")
+_TABLES = ("root", "method", "value", "string")
+_COUNTS = ("methods count", "values count", "outputs count", "name length", "text length")
+_SIZES = (*_NUMBERS, "cache_rows", "prefill_chunk", "operator")
+PROGRAMS: dict[str, Attack] = {
+    "empty": lambda data: b"",
+    "half": lambda data: data[: len(data) // 2],
+    "one byte short": lambda data: data[:-1],
+    "header only": lambda data: data[:40],
+    "zeros": lambda data: bytes(len(data)),
+    "ones": lambda data: b"\xff" * len(data),
+    "text": lambda data: b"not a model at all\n" * 100,
+    "an ONNX file": lambda data: varint(7 << 3 | 2) + varint(300) + bytes(300),
+    "no header": lambda data: data[:8] + bytes(32) + data[40:],
+    "no forward": _no_forward,
+    "a number for a text": _no_type,
+    "a key twice": _renamed("layers", "edge_qkv.format"),
+    **{f"{name} zero": _header(name, lambda good: 0) for name in ("program_size", "segment_base")},
+    **{f"{name} all ones": _header(name, lambda good: -1) for name in HEADER_FIELDS},
+    **{f"{name} huge": _header(name, lambda good: good + (1 << 40)) for name in HEADER_FIELDS},
+    **{f"{name} overflow": _header(name, lambda good: 1 << 63) for name in HEADER_FIELDS},
+    **{
+        f"{name} offset {value:#x}": _at(f"{name} offset", value)
+        for name in _OFFSETS
+        for value in (0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFC, 0xFFFFFFFF)
+    },
+    **{
+        f"{name} vtable {value:#x}": _at(f"{name} table", value)
+        for name in _TABLES
+        for value in (0, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
+    },
+    **{
+        f"{name} layout {sizes}": _layout(name, *sizes)
+        for name in _TABLES
+        for sizes in ((0, 8), (4, 0), (0xFFFE, 8), (4, 0xFFFF), (4, 8), (14, 24, *(3,) * 5), (14, 24, *(0xFFFF,) * 5))
+    },
+    **{f"{name} {value:#x}": _at(name, value) for name in _COUNTS for value in (0x40000000, 0x7FFFFFFF, 0xFFFFFFFF)},
+    **{f"output index {value:#x}": _at("output index", value) for value in (1, 0x7FFFFFFF, 0xFFFFFFFF)},
+    "a text that ends early": _at("text length", 0),
+    **{f"{key} missing": _absent(key) for key in DESCRIPTION if key != "executorch"},
+    **{f"{key} zero": _returned(key, "0") for key in _SIZES},
+    **{f"{key} negative": _returned(key, "-1") for key in (*_SIZES, "window", "sinks")},
+    **{f"{key} huge": _returned(key, "9" * 30) for key in (*_SIZES, "window", "sinks")},
+    **{f"{key} text": _returned(key, "many\x1b[31m") for key in (*_SIZES, "cache_type", "positions", "fingerprint")},
+    "a text of a megabyte": _returned("fingerprint", "a" * (1 << 20)),
+    "a text with a zero in it": _returned("layers", "2\0"),
+    "fewer rows than positions": _returned("cache_rows", "95"),
+    "too long a chunk": _returned("prefill_chunk", str((1 << 20) + 1)),
+    "a newer operator": _returned("operator", "2"),
+    "a rotation of nothing": _returned("rotary_base", "nan"),
+    "an odd rotation": _returned("rotary_dim", "7"),
+    "a short fingerprint": _returned("fingerprint", "abc"),
+}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attacks import MODELS, SNAPSHOTS
+from attacks import DESCRIPTION, MODELS, PROGRAMS, SNAPSHOTS
 from edge_qkv import EdgeQKVError, Model, Session, files
 
 CONTEXT = 96
@@ -35,6 +35,17 @@ def snapshots(conversation, tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def models(tiny_package, tmp_path_factory) -> dict[str, Path]:
     return _written(MODELS, (tiny_package / "model.onnx").read_bytes(), tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def program() -> bytes:
+    """A small program by ExecuTorch's own exporter, with a description of a model in it."""
+    exir = pytest.importorskip("executorch.exir", reason="executorch is not installed")
+    import torch
+
+    exported = torch.export.export(torch.nn.Linear(8, 8), (torch.zeros(1, 8),), strict=False)
+    described = {f"edge_qkv.{key}": value for key, value in DESCRIPTION.items()}
+    return exir.to_edge_transform_and_lower(exported, constant_methods=described).to_executorch().buffer
 
 
 def _written(attacks, good: bytes, folder: Path) -> dict[str, Path]:
@@ -91,6 +102,19 @@ def test_the_native_core_refuses_them(build, request, tiny_package, snapshots, m
     for name, line in zip(models, _lines(program, "model", *models.values()), strict=True):
         assert line.startswith("refused: ") or name in contradicts, name
         assert _is_a_sentence(line) or name in contradicts, name
+
+
+@pytest.mark.parametrize("build", ["tests", "sanitized_tests"])
+def test_the_native_core_refuses_programs(build, request, program, tmp_path):
+    """And accepts the one that they were made from, which ExecuTorch wrote."""
+    attacks = _written(PROGRAMS, program, tmp_path)
+    good = tmp_path / "good.pte"
+    good.write_bytes(program)
+    executable = request.getfixturevalue(build) / "attack_program"
+    first, *lines = _lines(executable, "pte", good, *attacks.values())
+    assert first == "accepted"
+    for name, line in zip(attacks, lines, strict=True):
+        assert line.startswith("refused: ") and _is_a_sentence(line), (name, line)
 
 
 def _lines(*command: object) -> list[str]:
