@@ -109,8 +109,9 @@ SessionOptions session_options(const eqkv_model& model, const eqkv_session_optio
                     " tokens is more than the model's memory budget was planned for, " +
                     std::to_string(plan.context) + ".");
   }
-  const int64_t chunk = options.prefill_chunk == 0 ? kPrefillChunk : options.prefill_chunk;
-  if (model.has_budget && std::min(chunk, options.context) > plan.prefill_chunk) {
+  const int64_t chunk =
+      chunk_tokens(options.prefill_chunk, model.engine->info().prefill_chunk, options.context);
+  if (model.has_budget && chunk > plan.prefill_chunk) {
     throw Error(EQKV_OVER_BUDGET,
                 "A prefill chunk of " + std::to_string(chunk) +
                     " tokens is more than the model's memory budget was planned for, " +

@@ -44,13 +44,14 @@ PlanModel plan_model(const eqkv_plan_model& m) {
   model.table_bytes = m.table_bytes;
   model.weight_bits = m.weight_bits;
   model.block_size = m.block_size;
+  model.prefill_chunk = m.prefill_chunk;
   return model;
 }
 
 void write_model(const PlanModel& m, eqkv_plan_model* out) {
   write_info(out, {0, m.cache.layers, m.cache.caches, m.cache.kv_heads, m.cache.head_dim, m.heads,
                    m.width, m.mlp_width, m.mlp_matrices, m.vocab_size, m.max_positions, m.weight_bytes,
-                   m.matrix_bytes, m.table_bytes, m.weight_bits, m.block_size});
+                   m.matrix_bytes, m.table_bytes, m.weight_bits, m.block_size, m.prefill_chunk});
 }
 
 // Fills in `out`, then throws where the budget does not hold the plan.
@@ -77,7 +78,8 @@ Plan plan_to_open(const std::string& path, const eqkv_model_options& given) {
   }
   options.threads = resolved_threads(given.threads);
   options.packed = model_is_packed(path, engine_options(given));
-  const Plan plan = plan_memory(describe_model(path).plan, options, plan_engine());
+  const ModelDescription model = describe_model(path);
+  const Plan plan = plan_memory(model.plan, options, plan_engine(model.info.engine));
   if (!plan.over_budget.empty()) throw Error(EQKV_OVER_BUDGET, path + ": " + plan.over_budget);
   return plan;
 }
@@ -96,7 +98,8 @@ eqkv_status eqkv_plan(const eqkv_plan_model* model, const eqkv_plan_options* opt
     const eqkv_plan_options read = read_plan_options(options);
     PlanModel planned = plan_model(read_options(model, {}));
     planned.cache.type = cache_type(read.cache_type, CacheType::kFloat16);
-    write_plan(plan_memory(planned, plan_options(read), plan_engine()), plan);
+    const PlanEngine& engine = plan_engine(read.engine ? read.engine : "onnxruntime");
+    write_plan(plan_memory(planned, plan_options(read), engine), plan);
   });
 }
 
@@ -106,10 +109,17 @@ eqkv_status eqkv_plan_package(const char* path, const eqkv_plan_options* options
     require(path, "path");
     require(plan, "plan");
     const eqkv_plan_options read = read_plan_options(options);
-    PlanModel planned = describe_model(path).plan;
+    const ModelDescription described = describe_model(path);
+    const PlanEngine& engine = plan_engine(read.engine ? read.engine : described.info.engine);
+    if (&engine != &plan_engine(described.info.engine)) {
+      throw Error(EQKV_INVALID_ARGUMENT, std::string(path) + ": was exported for the engine " +
+                                             described.info.engine + "; leave out engine \"" +
+                                             read.engine + "\", or export the model for it.");
+    }
+    PlanModel planned = described.plan;
     planned.cache.type = cache_type(read.cache_type, planned.cache.type);
     if (model) write_model(planned, model);
-    write_plan(plan_memory(planned, plan_options(read), plan_engine()), plan);
+    write_plan(plan_memory(planned, plan_options(read), engine), plan);
   });
 }
 

@@ -27,9 +27,30 @@ constexpr size_t kMostBytes = size_t{1} << (sizeof(size_t) == 8 ? 47 : 31);
 
 size_t to_whole_pages(size_t bytes) { return (bytes + page_bytes() - 1) / page_bytes() * page_bytes(); }
 
-[[noreturn]] void refuse(int64_t context, const std::string& why) {
-  throw Error(EQKV_OUT_OF_MEMORY, "A cache for a context of " + std::to_string(context) + " tokens " +
-                                      why + "; open the session with a smaller context.");
+// What makes every slab of a layout whole pages: multiples of this many rows.
+int64_t rows_of_whole_pages(const CacheLayout& layout) {
+  int64_t rows = 1;
+  for (int64_t tensor = 0; tensor < layout.tensors_per_layer(); ++tensor) {
+    const int64_t page = static_cast<int64_t>(page_bytes());
+    const int64_t step = page / std::gcd(page, static_cast<int64_t>(layout.row_bytes(tensor)));
+    rows = std::max(rows, step);  // all are powers of two
+  }
+  return rows;
+}
+
+void check_fixed_rows(const CacheLayout& layout, int64_t context, int64_t rows) {
+  if (rows < context) {
+    throw Error(EQKV_BAD_PACKAGE, "The model file has caches of " + std::to_string(rows) +
+                                      " rows, too few for a context of " + std::to_string(context) +
+                                      " tokens; export the model again.");
+  }
+  if (const int64_t step = rows_of_whole_pages(layout); rows % step != 0) {
+    const int64_t missing = step / std::gcd(step, rows);  // a power of two
+    throw Error(EQKV_BAD_PACKAGE, "The model was exported for memory pages of at most " +
+                                      std::to_string(page_bytes() / static_cast<size_t>(missing)) +
+                                      " bytes, this system has pages of " +
+                                      std::to_string(page_bytes()) + "; export the model again.");
+  }
 }
 
 }  // namespace
@@ -48,28 +69,34 @@ size_t resident_bytes(const CacheLayout& layout, int64_t rows) {
   return bytes;
 }
 
-CacheMemory::CacheMemory(const CacheLayout& layout, int64_t context) {
+CacheMemory::CacheMemory(const CacheLayout& layout, int64_t context, int64_t rows) {
+  const auto refuse = [&](const std::string& why) {
+    throw Error(EQKV_OUT_OF_MEMORY,
+                "A cache of " + std::to_string(rows > 0 ? rows : context) + " tokens " + why +
+                    (rows > 0 ? "; export the model for a smaller context (--capacity)."
+                              : "; open the session with a smaller context."));
+  };
+  if (rows > 0) check_fixed_rows(layout, context, rows);
   view_.layout = layout;
-  view_.capacity = context;
+  view_.capacity = rows > 0 ? rows : context;
   // No sum or product below can overflow once this one does not.
-  size_t bytes = 8 * page_bytes();
-  for (const int64_t count : {layout.tensors(), layout.kv_heads, context, layout.head_dim}) {
-    if (__builtin_mul_overflow(bytes, static_cast<size_t>(count), &bytes) || bytes > kMostBytes) {
-      refuse(context, "is larger than the address space");
+  const int64_t step = rows_of_whole_pages(layout);
+  size_t bytes = 8;  // more than a value and its share of a scale
+  const size_t rounded = static_cast<size_t>(view_.capacity) + static_cast<size_t>(step);
+  for (const size_t count : {static_cast<size_t>(layout.tensors()), static_cast<size_t>(layout.kv_heads),
+                             rounded, static_cast<size_t>(layout.head_dim)}) {
+    if (__builtin_mul_overflow(bytes, count, &bytes) || bytes > kMostBytes) {
+      refuse("is larger than the address space");
     }
   }
-  for (int64_t tensor = 0; tensor < layout.tensors_per_layer(); ++tensor) {
-    const int64_t page = static_cast<int64_t>(page_bytes());
-    const int64_t step = page / std::gcd(page, static_cast<int64_t>(layout.row_bytes(tensor)));
-    view_.capacity = (view_.capacity + step - 1) / step * step;  // steps are powers of two
-  }
+  view_.capacity = (view_.capacity + step - 1) / step * step;
   reserved_ = view_.bytes();
 
   view_.tensors.reserve(static_cast<size_t>(layout.tensors()));
   void* base = mmap(nullptr, reserved_, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) {
-    refuse(context, "needs " + std::to_string(reserved_) + " bytes, which the system does not give");
+    refuse("needs " + std::to_string(reserved_) + " bytes, which the system does not give");
   }
   base_ = static_cast<std::byte*>(base);
 #if defined(MADV_NOHUGEPAGE)

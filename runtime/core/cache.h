@@ -71,14 +71,16 @@ size_t resident_bytes(const CacheLayout& layout, int64_t rows);
 // Address space for the tensors of a CacheView. Nothing is in RAM until rows are written: 1,000 tokens
 // of a context of 32,768 cost 1,000 tokens, rounded up to pages.
 //
-// The capacity of the view is `context` rounded up until every slab is whole pages: each can then be
-// mapped from a file, and given back, by itself. The mapping is private and lies where the rows were:
-// whoever uses the rows sees no difference, what nobody uses costs no RAM, and a page that is written to
-// becomes this cache's own.
+// The capacity of the view is `context` rounded up until every slab is whole pages, or the `rows` that a
+// model file fixes: each slab can then be mapped from a file, and given back, by itself. The mapping is
+// private and lies where the rows were: whoever uses the rows sees no difference, what nobody uses costs
+// no RAM, and a page that is written to becomes this cache's own.
 class CacheMemory {
  public:
-  // Throws Error with EQKV_OUT_OF_MEMORY where the address space does not hold it. All sizes >= 1.
-  CacheMemory(const CacheLayout& layout, int64_t context);
+  // Throws Error with EQKV_OUT_OF_MEMORY where the address space does not hold it, with EQKV_BAD_PACKAGE
+  // where `rows` (0: none are fixed) are fewer than the context or no whole pages of this system. All
+  // other sizes >= 1.
+  CacheMemory(const CacheLayout& layout, int64_t context, int64_t rows = 0);
   ~CacheMemory();
   CacheMemory(const CacheMemory&) = delete;
   CacheMemory& operator=(const CacheMemory&) = delete;

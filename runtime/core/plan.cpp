@@ -26,11 +26,12 @@ void check(const std::vector<Bound>& bounds) {
 }
 
 // Bounds far above any model that exists; no sum below overflows within them, but for the cache.
-void check_model(const PlanModel& m) {
+void check_model(const PlanModel& m, const PlanEngine& engine) {
   constexpr int64_t kMostBytes = int64_t{1} << 50;
   const auto bytes = [](uint64_t n) {
     return static_cast<int64_t>(std::min<uint64_t>(n, std::numeric_limits<int64_t>::max()));
   };
+  const bool blocks = m.weight_bits != 32 && !(m.weight_bits == 8 && engine.row_scales);
   check({{"layers", m.cache.layers, 1, 1 << 12},
          {"caches", m.cache.caches, 1, 2},
          {"kv_heads", m.cache.kv_heads, 1, 1 << 12},
@@ -45,7 +46,8 @@ void check_model(const PlanModel& m) {
          {"matrix_bytes", bytes(m.matrix_bytes), 0, kMostBytes},
          {"table_bytes", bytes(m.table_bytes), 0, kMostBytes},
          {"weight_bits", m.weight_bits, 4, 32},
-         {"block_size", m.block_size, m.weight_bits == 32 ? 0 : 1, 1 << 12}});
+         {"block_size", m.block_size, blocks ? 1 : 0, 1 << 12},
+         {"prefill_chunk", m.prefill_chunk, 0, kMostChunk}});
   if (m.heads % m.cache.kv_heads != 0) {
     throw Error(EQKV_INVALID_ARGUMENT, "The plan's kv_heads (" + std::to_string(m.cache.kv_heads) +
                                            ") must divide its heads (" + std::to_string(m.heads) + ").");
@@ -56,7 +58,7 @@ PlanOptions checked(const PlanModel& model, PlanOptions options) {
   check({{"context", options.context, 0, model.max_positions},
          {"prefill_chunk", options.prefill_chunk, 0, kMostChunk},
          {"threads", options.threads, 1, 1 << 10}});
-  if (options.prefill_chunk == 0) options.prefill_chunk = kPrefillChunk;
+  options.prefill_chunk = chunk_tokens(options.prefill_chunk, model.prefill_chunk, model.max_positions);
   return options;
 }
 
@@ -192,7 +194,7 @@ std::string over_budget(const PlanModel& model, const PlanOptions& options, cons
 }  // namespace
 
 Plan plan_memory(const PlanModel& model, const PlanOptions& given, const PlanEngine& engine) {
-  check_model(model);
+  check_model(model, engine);
   const PlanOptions options = checked(model, given);
   int64_t context = options.context;
   if (context == 0) {

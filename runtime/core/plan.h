@@ -4,6 +4,7 @@
 // comes in as EngineCosts.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -24,7 +25,8 @@ struct PlanModel {
   uint64_t matrix_bytes = 0;  // of these, matrices that are multiplied by
   uint64_t table_bytes = 0;   // of these, all else; the weight of a tied head counts as both
   int weight_bits = 32;       // of the matrices in the layers: 4, 8 or 32
-  int block_size = 0;         // weights that share a scale; 0 with 32 bits
+  int block_size = 0;         // weights that share a scale; 0 with 32 bits, or where a row shares one
+  int64_t prefill_chunk = 0;  // most tokens of a forward; 0: any
 };
 
 struct PlanOptions {
@@ -37,6 +39,13 @@ struct PlanOptions {
 
 constexpr int64_t kPrefillChunk = 128;
 constexpr int64_t kMostChunk = 1 << 20;
+
+// Tokens evaluated at once where `asked` are asked for (0: kPrefillChunk), the model takes at most
+// `most` (0: any number) and the context holds `context`.
+inline int64_t chunk_tokens(int64_t asked, int64_t most, int64_t context) {
+  const int64_t chunk = std::min(asked == 0 ? kPrefillChunk : asked, context);
+  return most == 0 ? chunk : std::min(chunk, most);
+}
 
 // Bytes beyond what the process has without the runtime.
 struct EngineCosts {
@@ -54,6 +63,7 @@ struct EngineCosts {
 struct PlanEngine {
   EngineCosts (*costs)(const PlanModel& model, const PlanOptions& options);
   PlanModel (*in_int4)(const PlanModel& model);  // the same model exported with int4 weights
+  bool row_scales = false;  // a matrix of 8 bits may have a scale a row, and its model block_size 0
 };
 
 struct Plan {

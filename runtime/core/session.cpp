@@ -23,17 +23,17 @@ int64_t checked_context(int64_t context, int64_t max_positions) {
   return context;
 }
 
-int64_t checked_chunk(int64_t chunk, int64_t context) {
+int64_t checked_chunk(int64_t chunk, int64_t most, int64_t context) {
   if (chunk < 0) {
     throw Error(EQKV_INVALID_ARGUMENT,
                 "The prefill chunk must be 0 (the default) or more, not " + std::to_string(chunk) + ".");
   }
-  return std::min(chunk == 0 ? kPrefillChunk : chunk, context);
+  return chunk_tokens(chunk, most, context);
 }
 
 SessionOptions checked(SessionOptions options, const ModelInfo& model) {
   options.context = checked_context(options.context, model.max_positions);
-  options.prefill_chunk = checked_chunk(options.prefill_chunk, options.context);
+  options.prefill_chunk = checked_chunk(options.prefill_chunk, model.prefill_chunk, options.context);
   return options;
 }
 
@@ -43,7 +43,7 @@ Session::Session(std::shared_ptr<const EngineModel> model, const SessionOptions&
     : model_(std::move(model)),
       options_(checked(options, model_->info())),
       overflow_(options_.overflow, model_->info(), options_.context),
-      memory_(model_->info().cache, options_.context),
+      memory_(model_->info().cache, options_.context, model_->info().cache_rows),
       state_(model_->open(memory_.view())),
       logits_(static_cast<size_t>(model_->info().vocab_size)) {}
 

@@ -23,7 +23,7 @@ enum class Positions : int {
 };
 
 struct ModelInfo {
-  const char* engine = "";  // a literal
+  const char* engine = "";  // a literal: the name in the table of engines
   CacheLayout cache;
   int64_t vocab_size = 0;
   int64_t max_positions = 0;
@@ -49,7 +49,8 @@ class EngineState {
 
   // Evaluates tokens [T] as positions [past, past + T), whose rows it writes into the caches, and writes
   // the logits of the last R of them to logits [R, vocab_size], 1 <= R <= T. Tokens, past and R are
-  // checked by the caller. Throws Error; rows >= past are then undefined, rows < past unharmed.
+  // checked by the caller, the model's prefill_chunk included. Throws Error; rows >= past are then
+  // undefined, rows < past unharmed.
   virtual void forward(const int32_t* tokens, size_t count, int64_t past, size_t logit_rows,
                        float* logits) = 0;
 
@@ -65,7 +66,8 @@ class EngineModel {
   virtual const ModelInfo& info() const = 0;
   // Lets go of pages of weights that can be read from their files again.
   virtual void release_pages() const = 0;
-  // `cache` has info().cache as its layout. The model and the memory outlive the state.
+  // `cache` has info().cache as its layout and, unless they are 0, info().cache_rows as its capacity.
+  // The model and the memory outlive the state.
   virtual std::unique_ptr<EngineState> open(const CacheView& cache) const = 0;
 };
 
@@ -80,11 +82,14 @@ struct EngineOptions {
 // The number of threads that `threads` stands for. Throws Error where it is out of range.
 int resolved_threads(int threads);
 
+// A package directory belongs to the engine whose model file it holds, a model file to the engine whose
+// ending it has.
+
 // Reads the description of the package directory or model file at `path`; no engine is opened.
 ModelDescription describe_model(const std::string& path);
 
-// How the engine of the package counts its memory.
-const PlanEngine& plan_engine();
+// How the engine of this name, as in ModelInfo, counts its memory. Throws Error for an unknown one.
+const PlanEngine& plan_engine(const std::string& name);
 
 // Opens the package directory or model file at `path` with the engine it was exported for.
 std::unique_ptr<EngineModel> open_model(const std::string& path, const EngineOptions& options);

@@ -82,17 +82,20 @@ typedef struct eqkv_plan_model {
   uint64_t matrix_bytes; /* of these, matrices that are multiplied by: the engine may repack them */
   uint64_t table_bytes;  /* of these, all else: read a row at a time. A tied head counts as both */
   int32_t weight_bits;   /* of the matrices in the layers: 4, 8 or 32 */
-  int32_t block_size;    /* weights that share a scale; 0 with 32 bits */
+  int32_t block_size;    /* weights that share a scale; 0 with 32 bits, or where a row shares one */
+  int64_t prefill_chunk; /* most tokens evaluated at once, fixed by the model file; 0: any number */
 } eqkv_plan_model;
 
 typedef struct eqkv_plan_options {
   size_t struct_size;
   uint64_t memory;        /* budget in bytes; 0: none */
   int64_t context;        /* tokens; 0: the longest that the budget holds, without one max_positions */
-  int64_t prefill_chunk;  /* tokens evaluated at once; 0: 128 */
+  int64_t prefill_chunk;  /* tokens evaluated at once; 0: 128; the model may allow fewer */
   int32_t threads;        /* 0: one for each core */
   const char* cache_type; /* "fp32", "fp16" or "int8"; null: fp16, or what the package has */
   int32_t packed;         /* whether the weights are packed for this processor, see eqkv_model_pack */
+  const char* engine;     /* "onnxruntime" or "executorch"; null: onnxruntime; of a package it is the
+                             package's */
 } eqkv_plan_options;
 
 /* Bytes beyond what the process has without the runtime. */
@@ -156,7 +159,7 @@ EQKV_API void eqkv_model_close(eqkv_model* model); /* after its sessions are clo
 
 typedef struct eqkv_model_info {
   size_t struct_size;
-  const char* engine;     /* "onnxruntime"; lives as long as the library */
+  const char* engine;     /* "onnxruntime" or "executorch"; lives as long as the library */
   const char* cache_type; /* "fp32", "fp16" or "int8"; lives as long as the library */
   int64_t vocab_size;
   int64_t layers;
@@ -206,7 +209,7 @@ typedef struct eqkv_session_options {
   size_t struct_size;
   int64_t context;       /* capacity in tokens: reserves address space, commits memory as rows arrive;
                             0: the most that the model allows, with a budget that of the budget */
-  int64_t prefill_chunk; /* tokens evaluated at once; 0: 128 */
+  int64_t prefill_chunk; /* tokens evaluated at once; 0: 128; the model may allow fewer */
   int32_t overflow;      /* eqkv_overflow. Dropped tokens are forgotten and the ones after them move up:
                             refused for learned positions, where a cached row cannot move */
   int64_t sinks;         /* with EQKV_OVERFLOW_WINDOW; 0: none */
@@ -293,7 +296,8 @@ typedef struct eqkv_session_info {
   int64_t context;          /* capacity in tokens */
   uint64_t cache_used;      /* bytes of the rows written */
   uint64_t cache_committed; /* bytes of the cache in RAM, from the kernel */
-  uint64_t cache_reserved;  /* bytes of the cache at full context */
+  uint64_t cache_reserved;  /* address space of the cache: its bytes at full context, and more where the
+                               model file fixes the number of rows */
   int64_t dropped;          /* tokens that the overflow option has dropped so far */
 } eqkv_session_info;
 /* Asks the kernel about every page of the cache: milliseconds for a cache of gigabytes. */

@@ -145,6 +145,39 @@ TEST(too_large, "a size that overflows or exceeds the address space is refused")
                CacheMemory(layout(CacheType::kFloat16, 1, 1, 1), int64_t{1} << 46));
 }
 
+TEST(fixed_rows, "rows that a model file fixes are the capacity, and cost nothing until written") {
+  for (const CacheLayout& layout : kLayouts) {
+    const int64_t rows = 3 * static_cast<int64_t>(page());  // whole pages of any row
+    CacheMemory cache(layout, 1000, rows);
+    EXPECT(cache.view().capacity == rows && cache.committed_bytes() == 0);
+    EXPECT(cache.reserved_bytes() ==
+           static_cast<size_t>(rows) * static_cast<size_t>(layout.token_bytes()));
+    fill_with_noise(cache.view(), 0, 1000, 1);
+    EXPECT(cache.committed_bytes() == resident_bytes(layout, 1000));
+    cache.release(100);
+    EXPECT(cache.committed_bytes() == resident_bytes(layout, 100));
+    EXPECT(holds_noise(cache.view(), 0, 100, 1));
+    EXPECT(CacheMemory(layout, rows, rows).view().capacity == rows);
+  }
+}
+
+TEST(unfit_rows, "fixed rows that are too few, or no whole pages of this system, are refused") {
+  const int64_t whole = static_cast<int64_t>(page());
+  const CacheLayout odd = layout(CacheType::kFloat16, 2, 1, 62);  // 124 bytes a row: 31 * 4
+  EXPECT_ERROR(EQKV_BAD_PACKAGE, "rows, too few for a context of", CacheMemory(odd, whole + 1, whole));
+  CacheMemory(odd, 100, whole / 4);
+  EXPECT_ERROR(EQKV_BAD_PACKAGE,
+               "pages of at most " + std::to_string(whole / 2) + " bytes, this system has pages of " +
+                   std::to_string(whole) + "; export the model again",
+               CacheMemory(odd, 100, whole / 8));
+  EXPECT_ERROR(EQKV_BAD_PACKAGE, "of at most 4 bytes", CacheMemory(odd, 100, 101));
+  // An int8 cache: whole pages of codes, but not of scales.
+  EXPECT_ERROR(EQKV_BAD_PACKAGE, "export the model again",
+               CacheMemory(layout(CacheType::kInt8, 1, 1, 64), 64, whole / 64));
+  EXPECT_ERROR(EQKV_OUT_OF_MEMORY, "export the model for a smaller context",
+               CacheMemory(odd, 100, int64_t{1} << 62));
+}
+
 TEST(noise, "noise is the same for one seed, whatever type and capacity") {
   const CacheMemory a(layout(CacheType::kFloat16, 2, 2, 62), 64),
       b(layout(CacheType::kFloat32, 2, 2, 62), 100);

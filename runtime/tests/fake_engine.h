@@ -80,10 +80,14 @@ class FakeState : public EngineState {
 
 class FakeModel : public EngineModel {
  public:
-  explicit FakeModel(const CacheLayout& cache = {CacheType::kFloat32, 1, 1, 1, 1}, char digit = 'a') {
+  // rows, chunk: what a model file may fix, see ModelInfo.
+  explicit FakeModel(const CacheLayout& cache = {CacheType::kFloat32, 1, 1, 1, 1}, char digit = 'a',
+                     int64_t rows = 0, int64_t chunk = 0) {
     info_.vocab_size = kVocab;
     info_.max_positions = kMaxPositions;
     info_.cache = cache;
+    info_.cache_rows = rows;
+    info_.prefill_chunk = chunk;
     info_.fingerprint = std::string(64, digit);
   }
   const ModelInfo& info() const override { return info_; }

@@ -183,16 +183,61 @@ TEST(unsound, "numbers that no model has are refused, and none overflows") {
                plan_memory(huge, with(0, huge.max_positions), kPlain));
 }
 
-TEST(real_engine, "ONNX Runtime's own figures: packed weights are file-backed, int4 is smaller") {
-  const PlanEngine& engine = plan_engine();
-  PlanOptions options = with(0, 1024);
-  const Plan plain = plan_memory(model(), options, engine);
-  options.packed = true;
-  const Plan packed = plan_memory(model(), options, engine);
-  EXPECT(packed.weights_anonymous == 0 && plain.weights_anonymous >= model().matrix_bytes);
-  EXPECT(packed.weights_file - plain.weights_file == plain.weights_anonymous);
-  EXPECT(packed.total() == plain.total());
-  const PlanModel int4 = engine.in_int4(model());
-  EXPECT(int4.weight_bits == 4 && int4.matrix_bytes < model().matrix_bytes * 6 / 10);
-  EXPECT(plan_memory(int4, options, engine).total() < packed.total());
+TEST(fixed_chunk, "the chunk is the least of what is asked for, the model takes and the context holds") {
+  PlanModel m = model();
+  const auto planned = [&](int64_t context, int64_t chunk) {
+    return plan_memory(m, with(0, context, chunk), kPlain).prefill_chunk;
+  };
+  EXPECT(planned(1000, 0) == kPrefillChunk && planned(1000, 600) == 600 && planned(50, 600) == 50);
+  m.prefill_chunk = 64;
+  EXPECT(planned(1000, 0) == 64 && planned(1000, 600) == 64 && planned(1000, 40) == 40);
+  EXPECT(planned(50, 0) == 50);
+  EXPECT(plan_memory(m, with(0, 1000), kPlain).total() ==
+         plan_memory(model(), with(0, 1000, 64), kPlain).total());
+  // What is proposed is less than what the model would do anyway.
+  const uint64_t total = plan_memory(m, with(0, 32'768), kPlain).total();
+  EXPECT(says(plan_memory(m, with(total - 1, 32'768), kPlain), "a prefill chunk of 32 ("));
+  m.prefill_chunk = 1000;
+  EXPECT(planned(2000, 0) == kPrefillChunk);
+  for (const int64_t chunk : {int64_t{-1}, INT64_MAX}) {
+    m.prefill_chunk = chunk;
+    EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "prefill_chunk", plan_memory(m, with(0, 1), kPlain));
+  }
+}
+
+TEST(engines, "each engine's own figures: packed weights are file-backed, int4 is smaller") {
+  for (const char* name : {"onnxruntime", "executorch"}) {
+    const PlanEngine& engine = plan_engine(name);
+    PlanModel wide = model();
+    wide.weight_bits = 32;
+    wide.block_size = 0;
+    wide.matrix_bytes = 3200 * kMB;
+    wide.table_bytes = 412 * kMB;
+    for (const PlanModel& m : {model(), wide}) {
+      PlanOptions options = with(0, 1024);
+      const Plan plain = plan_memory(m, options, engine);
+      options.packed = true;
+      const Plan packed = plan_memory(m, options, engine);
+      EXPECT(packed.weights_anonymous == 0 && plain.weights_anonymous >= m.matrix_bytes);
+      EXPECT(packed.weights_file - plain.weights_file == plain.weights_anonymous);
+      EXPECT(packed.total() == plain.total());
+      const PlanModel int4 = engine.in_int4(m);
+      EXPECT(int4.weight_bits == 4 && int4.block_size >= 32);
+      EXPECT(int4.matrix_bytes < m.matrix_bytes * 7 / 10 && int4.matrix_bytes > m.matrix_bytes / 8);
+      EXPECT(plan_memory(int4, options, engine).total() < packed.total());
+    }
+  }
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "onnxruntime or executorch, not \"llama\"", plan_engine("llama"));
+}
+
+TEST(row_scales, "8 bits with a scale a row are for the engine that has them") {
+  PlanModel m = model();
+  m.block_size = 0;
+  const Plan plan = plan_memory(m, with(0, 1024), plan_engine("executorch"));
+  EXPECT(plan.weights_anonymous >= m.matrix_bytes && plan.over_budget.empty());
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "block_size",
+               plan_memory(m, with(0, 1024), plan_engine("onnxruntime")));
+  m.weight_bits = 4;
+  EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "block_size",
+               plan_memory(m, with(0, 1024), plan_engine("executorch")));
 }

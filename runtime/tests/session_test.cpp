@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <thread>
 
 #include "core/random.h"
@@ -265,6 +266,53 @@ TEST(fork_options, "a fork has the context, tokens and logits of its parent, and
   EXPECT(f.session.length() == 3 && child->sample() == 9);
 }
 
+TEST(fixed_chunk, "a chunk is never larger than the model takes") {
+  const auto model = std::make_shared<FakeModel>(kLayouts[0], 'a', 0, 3);
+  for (const int64_t asked : {int64_t{0}, int64_t{50}, int64_t{2}}) {
+    Session session(model, {100, asked});
+    model->probe.chunks.clear();
+    const std::vector<int32_t> tokens(7, 1);
+    session.evaluate(tokens.data(), tokens.size(), nullptr);
+    const std::vector<size_t> threes{3, 3, 1}, twos{2, 2, 2, 1};
+    EXPECT(model->probe.chunks == (asked == 2 ? twos : threes));
+  }
+}
+
+TEST(fixed_rows, "a session's context stays its own where the model file fixes more rows") {
+  const int64_t rows = static_cast<int64_t>(page_bytes());
+  Session session(std::make_shared<FakeModel>(kLayouts[2], 'a', rows), {10, 4});
+  EXPECT(session.context() == 10 && session.cache().view().capacity == rows);
+  const std::vector<int32_t> tokens(11, 1);
+  EXPECT_ERROR(EQKV_CONTEXT_FULL, "0 of the 10", session.evaluate(tokens.data(), 11, nullptr));
+  EXPECT_ERROR(EQKV_CONTEXT_FULL, "11 more tokens", session.fill(11, 1));
+  session.evaluate(tokens.data(), 10, nullptr);
+  EXPECT(session.sample() == 0);
+  EXPECT_ERROR(EQKV_BAD_PACKAGE, "of 999 rows, too few for a context of 1000",
+               Session(std::make_shared<FakeModel>(kLayouts[0], 'a', 999), {1000, 4}));
+}
+
+TEST(fixed_rows_overflow, "tokens are dropped at the end of the context, not of the fixed rows") {
+  const TemporaryDirectory directory;
+  const int64_t rows = static_cast<int64_t>(page_bytes());
+  for (const CacheLayout& layout : kLayouts) {
+    for (const OverflowOptions& overflow : {OverflowOptions{EQKV_OVERFLOW_WINDOW, 2, 20, 0},
+                                            OverflowOptions{EQKV_OVERFLOW_SHIFT, 0, 0, 30}}) {
+      Session fixed(std::make_shared<FakeModel>(layout, 'a', rows), {100, 8, overflow});
+      Session free(std::make_shared<FakeModel>(layout), {100, 8, overflow});
+      std::vector<int32_t> tokens(333);
+      for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<int32_t>(i * i % kVocab);
+      for (Session* session : {&fixed, &free}) {
+        session->evaluate(tokens.data(), 150, nullptr);
+        session->spill(directory.path());
+        session->evaluate(tokens.data() + 150, tokens.size() - 150, nullptr);
+      }
+      EXPECT(fixed.dropped() == free.dropped() && fixed.dropped() >= 233 && fixed.length() <= 100);
+      EXPECT(fixed.tokens() == free.tokens());
+      EXPECT(std::equal(fixed.logits(), fixed.logits() + kVocab, free.logits()));
+    }
+  }
+}
+
 // Sessions that are saved, restored, forked, spilled and rewound in every order, each beside one to
 // which only tokens happen: they must agree to the last byte of the cache at every step.
 TEST(in_between, "nothing that moves a session's rows changes what it computes") {
@@ -274,12 +322,15 @@ TEST(in_between, "nothing that moves a session's rows changes what it computes")
   };
   uint64_t counter = 0;
   const auto random = [&](size_t below) { return static_cast<size_t>(scramble(++counter) % below); };
-  for (const CacheLayout& layout : kLayouts) {
-    const auto model = std::make_shared<FakeModel>(layout);
+  for (size_t round = 0; round < 2 * std::size(kLayouts); ++round) {
+    const CacheLayout& layout = kLayouts[round / 2];
+    const int64_t rows = round % 2 ? static_cast<int64_t>(page_bytes()) : 0;  // of the one beside, any
+    const auto model = std::make_shared<FakeModel>(layout, 'a', rows);
+    const auto plain_model = std::make_shared<FakeModel>(layout);
     const SessionOptions options{700, 50};
-    const auto open = [&] { return std::make_unique<Session>(model, options); };
+    const auto open = [&] { return std::make_unique<Session>(plain_model, options); };
     std::vector<Pair> pairs;
-    pairs.push_back({open(), open()});
+    pairs.push_back({std::make_unique<Session>(model, options), open()});
     const auto path = [&](size_t i) { return directory / ("snapshot" + std::to_string(i)); };
     std::vector<std::vector<int32_t>> saved(3);  // the tokens in each snapshot
     for (size_t i = 0; i < saved.size(); ++i) pairs[0].session->save(path(i));

@@ -174,6 +174,30 @@ TEST(round_trip, "a restored session goes on exactly as the saved one, for every
   }
 }
 
+TEST(other_rows, "a snapshot does not depend on how many rows a model file fixes") {
+  const int64_t page = static_cast<int64_t>(page_bytes());
+  for (const CacheLayout& layout : kLayouts) {
+    const Saved saved(layout);
+    const std::vector<int32_t> more = some_tokens(100);
+    Session plain(saved.model, {300, 64});
+    plain.restore(saved.path);
+    plain.evaluate(more.data(), more.size(), nullptr);
+    std::string last = saved.path;
+    for (const int64_t rows : {page, 4 * page, int64_t{0}, 2 * page}) {
+      Session session(std::make_shared<FakeModel>(layout, 'a', rows), {300, 64});
+      session.restore(last);
+      last = saved.directory / std::to_string(rows);
+      session.save(last);
+      EXPECT(read_file(last) == saved.bytes);
+      const auto fork = session.fork(saved.directory.path());
+      for (Session* each : {&session, fork.get()}) {
+        each->evaluate(more.data(), more.size(), nullptr);
+        EXPECT(std::equal(each->logits(), each->logits() + kVocab, plain.logits()));
+      }
+    }
+  }
+}
+
 TEST(without_logits, "a session without logits is saved without them") {
   Saved saved;
   saved.session.rewind(100);

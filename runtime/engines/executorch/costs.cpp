@@ -1,0 +1,87 @@
+#include "costs.h"
+
+#include <algorithm>
+
+namespace edge_qkv::et {
+namespace {
+
+// Estimates: read off sizes and formats, not measured yet.
+constexpr uint64_t kKB = 1'000, kMB = 1'000'000;
+constexpr uint64_t kCode = 15 * kMB;  // pages of its library that are mapped
+// Right after loading, without the weights: program, operators, delegates; a thread's stack and buffers.
+constexpr uint64_t kStructures = 5 * kMB, kStructuresPerLayer = 100 * kKB,
+                   kStructuresPerThread = 200 * kKB;
+// Results alive at once in a chunk, in float32 values a token: of the model's width, of each matrix of
+// the MLP, and of all heads (query, output).
+constexpr uint64_t kWidths = 4, kMlpWidths = 1, kHeadWidths = 2;
+constexpr uint64_t kMargin = 10 * kMB, kMarginShare = 20;
+// XNNPACK's packing puts a sum and a bias beside the scale of a row.
+constexpr uint64_t kPackedBytesPerRow = 8;
+
+// Layers of 4 bits have a bf16 scale a group, what has 8 bits a float32 scale a row, and an embedding of
+// 4 bits, where its width allows it, a float32 scale a group.
+constexpr uint64_t kGroupScaleBytes = 2, kRowScaleBytes = 4, kTableGroup = 32, kTableScaleBytes = 4;
+constexpr int kInt4Bits = 4, kDefaultBlock = 32;
+
+// Of all matrices: the head's and, of a layer, query, keys (and values), output and those of the MLP.
+uint64_t matrix_rows(const PlanModel& m) {
+  const int64_t attention = (m.heads + m.cache.caches * m.cache.kv_heads) * m.cache.head_dim + m.width;
+  const int64_t mlp = (m.mlp_matrices - 1) * m.mlp_width + m.width;
+  return static_cast<uint64_t>(m.vocab_size + m.cache.layers * (attention + mlp));
+}
+
+// The matrices as the kernels read them.
+uint64_t repacked_bytes(const PlanModel& m) {
+  return m.matrix_bytes + (m.weight_bits == 32 ? 0 : kPackedBytesPerRow * matrix_rows(m));
+}
+
+EngineCosts costs(const PlanModel& m, const PlanOptions& options) {
+  const uint64_t repacked = repacked_bytes(m), tokens = static_cast<uint64_t>(options.prefill_chunk);
+  const uint64_t values = kWidths * static_cast<uint64_t>(m.width) +
+                          kMlpWidths * static_cast<uint64_t>(m.mlp_matrices * m.mlp_width) +
+                          kHeadWidths * static_cast<uint64_t>(m.heads * m.cache.head_dim);
+  EngineCosts costs;
+  costs.weights_file = m.table_bytes + (options.packed ? repacked : 0);
+  costs.weights_anonymous = options.packed ? 0 : repacked;
+  costs.workspace = tokens * values * sizeof(float);
+  costs.code = kCode;
+  costs.structures = kStructures + kStructuresPerLayer * static_cast<uint64_t>(m.cache.layers) +
+                     kStructuresPerThread * static_cast<uint64_t>(options.threads);
+  costs.margin = kMargin;
+  costs.margin_share = kMarginShare;
+  return costs;
+}
+
+uint64_t head_bytes(const PlanModel& m) {
+  const uint64_t rows = static_cast<uint64_t>(m.vocab_size), width = static_cast<uint64_t>(m.width);
+  return m.weight_bits == 32 ? sizeof(float) * rows * width : rows * (width + kRowScaleBytes);
+}
+
+// As `edge-qkv export --target executorch --weights 8da4w` would store it.
+PlanModel in_int4(const PlanModel& m) {
+  PlanModel changed = m;
+  changed.weight_bits = kInt4Bits;
+  changed.block_size = kDefaultBlock;
+  const uint64_t group = static_cast<uint64_t>(changed.block_size);
+  const uint64_t layers = m.matrix_bytes - std::min(head_bytes(m), m.matrix_bytes);
+  const uint64_t weights =
+      layers / static_cast<uint64_t>(m.weight_bits / 8);  // scales of rows count too
+  changed.matrix_bytes =
+      head_bytes(changed) + weights / group * (group * kInt4Bits / 8 + kGroupScaleBytes);
+  const uint64_t table = static_cast<uint64_t>(m.vocab_size * m.width);
+  if (m.weight_bits == 32 && static_cast<uint64_t>(m.width) % kTableGroup == 0) {
+    changed.table_bytes -= std::min(sizeof(float) * table, m.table_bytes);
+    changed.table_bytes += table / kTableGroup * (kTableGroup * kInt4Bits / 8 + kTableScaleBytes);
+  }
+  return changed;
+}
+
+}  // namespace
+
+const PlanEngine kPlanEngine = {costs, in_int4, true};
+
+uint64_t packed_file_bytes(const PlanModel& model) {
+  return model.table_bytes + model.matrix_bytes + repacked_bytes(model);
+}
+
+}  // namespace edge_qkv::et
