@@ -65,6 +65,7 @@ class PlanModel(_Struct):
         ("table_bytes", c_uint64),
         ("weight_bits", c_int32),
         ("block_size", c_int32),
+        ("prefill_chunk", c_int64),
     ]
 
 
@@ -77,6 +78,7 @@ class PlanOptions(_Struct):
         ("threads", c_int32),
         ("cache_type", c_char_p),
         ("packed", c_int32),
+        ("engine", c_char_p),
     ]
 
 
@@ -218,6 +220,16 @@ def onnxruntime_path() -> Path:
 
 def _is_runtime(name: str) -> bool:
     return name.startswith(("libonnxruntime.", "onnxruntime.dll"))
+
+
+# Target of a package -> where the shared library of its engine is.
+_ENGINE_LIBRARIES = {"onnx": onnxruntime_path}
+
+
+def engine_library(target: str) -> Path | None:
+    """The shared library of the engine that runs a target's packages; None: libedge_qkv needs no other."""
+    find = _ENGINE_LIBRARIES.get(target)
+    return find() if find else None
 
 
 @functools.cache

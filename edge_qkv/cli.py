@@ -14,6 +14,7 @@ from pathlib import Path
 from edge_qkv import __version__, plan_command, run_command
 from edge_qkv.config import CACHE_BYTES, POSITIONS, QUERY
 from edge_qkv.errors import Cancelled, EdgeQKVError, InputError
+from edge_qkv.stored import BLOCK_SIZES, DEFAULT_PREFILL_CHUNK, WEIGHTS
 
 _EXAMPLES = """\
 examples:
@@ -63,6 +64,8 @@ def _export(arguments: argparse.Namespace) -> None:
             block_size=arguments.block_size,
             window=arguments.window,
             sinks=arguments.sinks,
+            capacity=arguments.capacity,
+            prefill_chunk=arguments.prefill_chunk,
             tokenizer=arguments.tokenizer,
             held_text=arguments.parity_text,
             parity=not arguments.no_parity,
@@ -175,12 +178,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
+    from edge_qkv.export import TARGETS
+
     add = parser.add_argument
     add("checkpoint", help="checkpoint file or directory, or random:PRESET for random weights")
-    add("--target", default="onnx", choices=("onnx",), help="what to export to")
-    add("--weights", default="int4", choices=("fp32", "int8", "int4"), help="weight type")
+    add("--target", default="onnx", choices=tuple(TARGETS), help="what to export to")
+    add("--weights", default="int4", choices=WEIGHTS, help="weight type; each target has its own besides int8 and int4")
     add("--cache", default="fp16", choices=tuple(CACHE_BYTES), help="cache type; fixed at export")
-    add("--block-size", type=int, choices=(32, 64, 128), help="weights that share a scale; default: by measurement")
+    add("--block-size", type=int, choices=BLOCK_SIZES, help="weights that share a scale; default: by measurement")
     add(
         "--window",
         type=int,
@@ -190,6 +195,14 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "0: as the checkpoint says",
     )
     add("--sinks", type=int, default=0, metavar="S", help="and the first S tokens; 0: as the checkpoint says")
+    add("--capacity", type=int, metavar="TOKENS", help="longest context of the package; default: all the model allows")
+    add(
+        "--prefill-chunk",
+        type=int,
+        metavar="TOKENS",
+        help="largest number of tokens of one call, where the target's files fix it "
+        f"(executorch; default: {DEFAULT_PREFILL_CHUNK})",
+    )
     add("--output", type=Path, required=True, help="package directory to write; replaced as a whole")
     add("--tokenizer", type=Path, help="tokenizer.json; default: the one beside the checkpoint")
     add("--parity-text", type=Path, help="held-out text to compare on; default: the checkpoint's own, or random tokens")

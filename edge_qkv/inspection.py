@@ -19,6 +19,8 @@ _PARITY_NUMBERS = (
     "perplexity_change",
     "tokens",
 )
+# What only some targets or weight types have: name in the manifest -> what `describe` calls it.
+_OWN_FACTS = {"block_size": "block size", "prefill_chunk": "tokens of a call", "cache_rows": "cache rows"}
 CONTEXTS = (1024, 4096, 8192, 16384, 32768)
 
 
@@ -36,6 +38,7 @@ def inspect(path: str) -> dict[str, Any]:
             "tokenizer": package.tokenizer_file is not None,
             "parity": manifest.get("parity"),
         }
+        facts |= {name: value for name in _OWN_FACTS if (value := manifest.get(name)) is not None}
         config = package.config
     else:
         from edge_qkv.checkpoints import read_checkpoint
@@ -70,6 +73,7 @@ def describe(path: str, facts: dict[str, Any]) -> str:
         rows += [
             ("weights", f"{facts['weights']}, {size(facts['weight_bytes'])}"),
             ("cache type", facts["cache"]),
+            *((what, facts[name]) for name, what in _OWN_FACTS.items() if name in facts),
         ]
         if facts["parity"]:
             rows.append(("parity", parity_line(facts["parity"])))

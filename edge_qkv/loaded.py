@@ -112,7 +112,7 @@ class Model(NativeObject):
             plan(self.package, packed=is_packed(self.package, packed), **facts)
         if verify:
             self.package.verify()
-        options = model_options(packed, threads=threads)
+        options = model_options(self.package, packed, threads=threads)
         options.memory, options.context, options.prefill_chunk = self._budget, context or 0, prefill_chunk
         options.spill = None if spill is None else os.fsencode(spill)
         path = os.fsencode(self.package.path)

@@ -17,7 +17,7 @@ from edge_qkv.errors import InputError, one_line
 
 MANIFEST = "edge_qkv.json"
 FORMAT = 2
-MODEL_FILES = {"onnx": "model.onnx"}  # target -> the file an engine opens
+MODEL_FILES = {"onnx": "model.onnx", "executorch": "model.pte"}  # target -> the file an engine opens
 # Names that tokenizers give to the token that ends a text.
 _END_TOKENS = (
     "<|endoftext|>",
@@ -62,8 +62,9 @@ class Package:
                 "export the package again or install the matching edge-qkv"
             )
         config = ModelConfig.from_dict(manifest.get("config"), str(manifest_file))
-        listed = manifest.get("files")
-        if not isinstance(listed, dict) or MODEL_FILES.get(manifest.get("target")) not in listed:
+        listed, target = manifest.get("files"), manifest.get("target")
+        known = isinstance(target, str) and isinstance(listed, dict)
+        if not known or MODEL_FILES.get(target) not in listed:
             raise InputError(f"{manifest_file}: lists no model file; export the package again")
         stops, parity = manifest.get("stop_tokens"), manifest.get("parity")
         if not isinstance(stops, list) or not isinstance(parity, (dict, type(None))):
@@ -82,6 +83,11 @@ class Package:
                 raise InputError(
                     f"{self.path / name}: is damaged (its SHA-256 differs); copy the package again or export it again"
                 )
+
+    @property
+    def target(self) -> str:
+        """What it was exported to, one of `MODEL_FILES`."""
+        return self.manifest["target"]
 
     @property
     def tokenizer_file(self) -> Path | None:

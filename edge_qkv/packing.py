@@ -26,21 +26,23 @@ def pack(package: str | Path, directory: str | Path | None = None, threads: int 
     """
     checked = Package.open(package, verify)
     folder = Path(directory) if directory is not None else packed_directory()
-    _native.call("eqkv_model_pack", os.fsencode(checked.path), ctypes.byref(model_options(folder, threads=threads)))
+    options = model_options(checked, folder, threads=threads)
+    _native.call("eqkv_model_pack", os.fsencode(checked.path), ctypes.byref(options))
     return folder
 
 
 def is_packed(package: str | Path | Package, directory: str | Path | bool | None = None) -> bool:
     """Whether `pack` has prepared the package for this processor in `directory` (None: `packed_directory()`)."""
-    path = package.path if isinstance(package, Package) else Path(package)
-    packed = ctypes.c_int32()
-    _native.call("eqkv_model_is_packed", os.fsencode(path), model_options(directory), ctypes.byref(packed))
+    package = package if isinstance(package, Package) else Package.open(package, verify=False)
+    packed, options = ctypes.c_int32(), model_options(package, directory)
+    _native.call("eqkv_model_is_packed", os.fsencode(package.path), ctypes.byref(options), ctypes.byref(packed))
     return bool(packed.value)
 
 
-def model_options(packed: str | Path | bool | None, threads: int = 0) -> _native.ModelOptions:
-    """The options of the C ABI; `packed` as `Model` takes it."""
+def model_options(package: Package, packed: str | Path | bool | None, threads: int = 0) -> _native.ModelOptions:
+    """The options of the C ABI for a package; `packed` as `Model` takes it."""
     folder = None if packed is False else os.fsencode(packed_directory() if packed in (None, True) else packed)
     threads = thread_count(threads)
-    library = os.fsencode(_native.onnxruntime_path())
+    library = _native.engine_library(package.target)
+    library = None if library is None else os.fsencode(library)
     return _native.ModelOptions(engine_library=library, threads=threads, packed_weights=folder)

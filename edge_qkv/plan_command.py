@@ -11,9 +11,10 @@ from typing import Any
 from edge_qkv.config import CACHE_BYTES, ModelConfig
 from edge_qkv.errors import InputError
 from edge_qkv.package import Package
-from edge_qkv.planning import BLOCK_SIZES, WEIGHT_BITS, Plan, fits, plan, planned_model
+from edge_qkv.planning import Plan, fits, plan, planned_model
 from edge_qkv.presets import VARIANTS, apply_variant
 from edge_qkv.sizes import parse_size, parse_tokens
+from edge_qkv.stored import BLOCK_SIZES, TARGETS, WEIGHTS
 from edge_qkv.tables import size, table
 
 SUMMARY = "Plan memory: what a model needs at a context, and the longest context that a budget holds."
@@ -46,9 +47,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--memory", "--budget", metavar="BYTES", help="budget as 512MB or 1.5GiB; min: the least that is needed")
     add("--context", default="max", metavar="N", help="tokens; max: the longest that the budget holds")
     add("--cache", choices=tuple(CACHE_BYTES), help="cache type; default: the package's, else fp16")
-    add("--weights", choices=tuple(WEIGHT_BITS), help="of a model that is not exported yet; default: int4")
-    add("--block-size", type=int, choices=BLOCK_SIZES, help="weights that share a scale; default: 128")
-    add("--prefill-chunk", type=int, default=0, help="prompt tokens evaluated at once; 0: 128")
+    add("--target", choices=tuple(TARGETS), help="of a model that is not exported yet; default: onnx")
+    add("--weights", choices=WEIGHTS, help="of a model that is not exported yet; default: int4")
+    add("--block-size", type=int, choices=BLOCK_SIZES, help="weights that share a scale; default: the export's")
+    add("--prefill-chunk", type=int, default=0, help="prompt tokens evaluated at once; 0: 128, or what the package has")
     add("--threads", type=int, default=0, help="0: one for each core of this machine")
     add(
         "--packed",
@@ -67,8 +69,10 @@ def run(arguments: argparse.Namespace) -> None:
         raise InputError("--variants shows caches without a budget; leave --memory out")
     model = planned_model(arguments.model)
     config = model.config if isinstance(model, Package) else model
-    if isinstance(model, Package) and (arguments.weights or arguments.block_size):
-        raise InputError("--weights and --block-size are for models that are not exported yet; a package has its own")
+    if isinstance(model, Package) and (arguments.target or arguments.weights or arguments.block_size):
+        raise InputError(
+            "--target, --weights and --block-size are for models that are not exported yet; a package has its own"
+        )
     own = model.manifest.get("cache") if isinstance(model, Package) else None
     if own and arguments.cache not in (None, own):
         raise InputError(f"--cache {arguments.cache}: this package has the cache type {own}, chosen at its export")
@@ -81,6 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
         cache=arguments.cache or own,
         weights=arguments.weights or "int4",
         block_size=arguments.block_size,
+        target=arguments.target or "onnx",
         prefill_chunk=arguments.prefill_chunk,
         packed=arguments.packed,
     )

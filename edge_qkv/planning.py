@@ -1,14 +1,13 @@
 """How much memory a model and one session of it will take: computed before anything is loaded.
 
-The arithmetic is the native library's (`runtime/core/plan.cpp`); here are its inputs: a package's own description,
-or, for a model that is not exported yet, what an export would write.
+The arithmetic is the native library's (`runtime/core/plan.cpp`); its inputs are a package's own description, or, for
+a model that is not exported yet, what an export would write (`edge_qkv/stored.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,14 +19,7 @@ from edge_qkv.package import MANIFEST, Package
 from edge_qkv.packing import is_packed
 from edge_qkv.presets import PRESETS, preset
 from edge_qkv.sizes import parse_size
-
-WEIGHT_BITS = {"fp32": 32, "int8": 8, "int4": 4}
-BLOCK_SIZES = (32, 64, 128)
-DEFAULT_BLOCK_SIZE = 128  # chosen by measurement, see export/onnx.py
-_HEAD_BITS = _TABLE_BITS = 8  # with int8 and int4
-ALIGNMENT = 4096  # of each tensor in the data file
-INLINE_BELOW = 1024  # bytes; smaller tensors are in the graph
-_GRAPH_BYTES, _GRAPH_BYTES_PER_LAYER = 16_000, 7_000  # of model.onnx, as measured
+from edge_qkv.stored import TARGETS, plan_model
 
 
 @dataclass(frozen=True)
@@ -71,6 +63,7 @@ def plan(
     cache: str | None = None,
     weights: str = "int4",
     block_size: int | None = None,
+    target: str = "onnx",
     prefill_chunk: int = 0,
     threads: int = 0,
     packed: bool | None = None,
@@ -80,8 +73,8 @@ def plan(
 
     memory: the budget, in bytes or as "512MB"; "min" or None: none, the plan then says what the least is.
     context: tokens; "max" or None: the longest that the budget holds, without one the longest the model allows.
-    cache: of a package, default its own; else "fp16". weights, block_size: as `edge-qkv export` takes them, for a
-    model that is not exported. packed: whether the weights are packed for this processor; None:
+    cache: of a package, default its own; else "fp16". weights, block_size, target: as `edge-qkv export` takes them, for
+    a model that is not exported. packed: whether the weights are packed for this processor; None:
     whether `pack` has done it for this package, and not for a model that is not exported.
 
     Raises `OverBudget` with everything that would fit when the budget does not hold it, `InputError`.
@@ -105,7 +98,8 @@ def plan(
         raise InputError(f"context = {wanted}: must be at most {limit}, the most this model allows")
     info, facts = _native.PlanInfo(), _native.PlanModel()
     if package is None:
-        facts = plan_model(model, weights, block_size)
+        facts = plan_model(model, weights, block_size, target, options.prefill_chunk)
+        options.engine = TARGETS[target].engine.encode()
         _native.call("eqkv_plan", ctypes.byref(facts), ctypes.byref(options), ctypes.byref(info))
     else:
         path = os.fsencode(package.path)
@@ -137,79 +131,3 @@ def planned_model(model: str | Path | Package | ModelConfig) -> Package | ModelC
     from edge_qkv.checkpoints import read_checkpoint
 
     return read_checkpoint(name).config
-
-
-# ---- what an export would write ----
-
-
-def plan_model(config: ModelConfig, weights: str = "int4", block_size: int | None = None) -> _native.PlanModel:
-    """The numbers of `config` exported with these weights, without doing it."""
-    if weights not in WEIGHT_BITS:
-        raise InputError(f"weights = {weights!r}: must be one of {', '.join(WEIGHT_BITS)}")
-    if block_size not in (None, *BLOCK_SIZES) or (block_size and weights == "fp32"):
-        raise InputError(
-            f"block_size = {block_size}: must be one of {', '.join(map(str, BLOCK_SIZES))}, with int8 and int4 weights"
-        )
-    bits = WEIGHT_BITS[weights]
-    block = 0 if bits == 32 else block_size or DEFAULT_BLOCK_SIZE
-    matrices, tables = list(_matrices(config, bits, block)), list(_tables(config, bits, block))
-    head = _matrix(config.vocab_size, config.width, bits if bits == 32 else _HEAD_BITS, block)
-    stored = [*matrices, *tables] if config.tied_head else [*matrices, *tables, *head]
-    on_disk = sum(-(-n // ALIGNMENT) * ALIGNMENT if n >= INLINE_BELOW else n for n in stored)
-    return _native.PlanModel(
-        layers=config.layers,
-        caches=config.caches,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        heads=config.heads,
-        width=config.width,
-        mlp_width=config.mlp_width,
-        mlp_matrices=3 if config.gated_mlp else 2,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_positions,
-        weight_bytes=on_disk + _GRAPH_BYTES + _GRAPH_BYTES_PER_LAYER * config.layers,
-        matrix_bytes=sum(matrices) + sum(head),
-        table_bytes=sum(tables),
-        weight_bits=bits,
-        block_size=block,
-    )
-
-
-def _matrix(rows: int, columns: int, bits: int, block: int) -> tuple[int, ...]:
-    """Bytes of the tensors that hold a matrix [rows, columns]: float32, or codes and the scales of their blocks."""
-    if bits == 32:
-        return (rows * columns * 4,)
-    blocks = -(-columns // block)
-    return rows * blocks * block * bits // 8, rows * blocks * 4
-
-
-def _linear_shapes(config: ModelConfig) -> list[tuple[int, int, bool]]:
-    """(outputs, inputs, bias) of the matrices of a layer."""
-    heads = {"query": config.heads, "key": config.kv_heads, "value": config.kv_heads}
-    inner, width, mlp = config.heads * config.head_dim, config.width, config.mlp_width
-    return [
-        *((heads[name] * config.head_dim, width, config.attention_bias) for name in config.projections),
-        (width, inner, config.attention_bias),
-        *[(mlp, width, config.mlp_bias)] * (2 if config.gated_mlp else 1),
-        (width, mlp, config.mlp_bias),
-    ]
-
-
-def _matrices(config: ModelConfig, bits: int, block: int) -> Iterator[int]:
-    for _ in range(config.layers):
-        for outputs, inputs, _ in _linear_shapes(config):
-            yield from _matrix(outputs, inputs, bits, block)
-
-
-def _tables(config: ModelConfig, bits: int, block: int) -> Iterator[int]:
-    """All that is not multiplied by: embedding, positions, norms and biases."""
-    table_bits = bits if bits == 32 else _TABLE_BITS
-    yield from _matrix(config.vocab_size, config.width, table_bits, block)
-    if config.positions == "learned":
-        yield from _matrix(config.max_positions, config.width, table_bits, block)
-    if config.rotary:
-        yield from [config.max_positions * config.rotated // 2 * 4] * 2  # cos and sin
-    for _ in range(2 * config.layers + 1):
-        yield from [config.width * 4] * (2 if config.norm_bias else 1)
-    for _ in range(config.layers):
-        yield from (outputs * 4 for outputs, _, bias in _linear_shapes(config) if bias)

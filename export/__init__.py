@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from edge_qkv import files
 from edge_qkv.checkpoints import Checkpoint, read_checkpoint
+from edge_qkv.checks import whole
 from edge_qkv.errors import InputError
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.recipe import HELD_TEXT
@@ -24,6 +25,8 @@ class Exporter(Protocol):
         block_size: int | None = None,
         window: int = 0,
         sinks: int = 0,
+        capacity: int | None = None,
+        prefill_chunk: int | None = None,
         tokenizer: Path | None = None,
         held_text: Path | None = None,
         parity: bool = True,
@@ -32,6 +35,8 @@ class Exporter(Protocol):
         """Exports the checkpoint at `checkpoint` to the directory `output` and returns the manifest.
 
         window, sinks: a query then sees the last `window` tokens and the first `sinks`; 0: as the checkpoint says.
+        capacity: the longest context of the package; None: all that the model allows. prefill_chunk: the most tokens
+        of one call, of a target whose files fix that; others refuse it.
         held_text: UTF-8 file on which the parity report compares the two; default: the held-out.txt beside the
         checkpoint, else random tokens. Raises `InputError`.
         """
@@ -43,13 +48,20 @@ def _onnx(
     *,
     window: int = 0,
     sinks: int = 0,
+    capacity: int | None = None,
+    prefill_chunk: int | None = None,
     held_text: Path | None = None,
     parity: bool = True,
     **options,
 ):
     from edge_qkv.export.onnx import export_onnx
 
-    source = _windowed(read_checkpoint(checkpoint), window, sinks)
+    if prefill_chunk is not None:
+        raise InputError(
+            f"--prefill-chunk {prefill_chunk}: an ONNX model takes any number of tokens at once; "
+            "leave it out, and choose when the package is run"
+        )
+    source = _windowed(_shortened(read_checkpoint(checkpoint), capacity), window, sinks)
     if held_text is not None and not (options.get("tokenizer") or source.tokenizer):
         raise InputError(f"--parity-text {held_text}: text needs a tokenizer; give --tokenizer as well")
     return export_onnx(source, output, text=_held_text(held_text, source), run_parity=parity, **options)
@@ -57,6 +69,22 @@ def _onnx(
 
 # Target name -> its exporter; the heavy libraries are imported when one is called.
 TARGETS: dict[str, Exporter] = {"onnx": _onnx}
+
+
+def _shortened(checkpoint: Checkpoint, capacity: int | None) -> Checkpoint:
+    """The checkpoint as a model of at most `capacity` tokens, which computes the same as far as it goes."""
+    if capacity is None:
+        return checkpoint
+    config, most = checkpoint.config, checkpoint.config.max_positions
+    capacity = whole(capacity, "--capacity", 1, most, ", the most this model allows")
+    # A window that is longer than the context hides nothing.
+    limited = {name: min(getattr(config, name), capacity) for name in ("window", "sinks", "trained_context")}
+    tensors = checkpoint.tensors
+    if config.positions == "learned":
+        load = tensors["positions.weight"]
+        tensors = {**tensors, "positions.weight": lambda: load()[:capacity]}
+    config = dataclasses.replace(config, max_positions=capacity, **limited)
+    return dataclasses.replace(checkpoint, config=config, tensors=tensors)
 
 
 def _windowed(checkpoint: Checkpoint, window: int, sinks: int) -> Checkpoint:

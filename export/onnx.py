@@ -23,7 +23,7 @@ from edge_qkv.export.onnx_weights import Pieces, Recipe
 from edge_qkv.export.packaging import Runner, Stored, check_cache, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.export.quantize import BLOCK_SIZES
-from edge_qkv.planning import DEFAULT_BLOCK_SIZE
+from edge_qkv.stored import DEFAULT_BLOCK_SIZE
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
 BITS = {"fp32": 0, "int8": 8, "int4": 4}

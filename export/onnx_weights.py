@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from edge_qkv.config import ModelConfig
 from edge_qkv.export.quantize import blocks_of, quantize
 from edge_qkv.model import Decoder, RMSNorm
-from edge_qkv.planning import ALIGNMENT, INLINE_BELOW
+from edge_qkv.stored import ALIGNMENT, INLINE_BELOW
 
 # Rows of a quantised head that one operator takes. An engine that repacks a matrix holds it twice while it does so:
 # with the head of a large vocabulary in one piece, that moment would be the peak of memory.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tqdm import tqdm
-
 # (what is being done, units done, units in all); units are bytes of the checkpoint, or 0 of 0 for a step
 # whose length is not known.
 Progress = Callable[[str, int, int], None]
@@ -19,15 +17,17 @@ class Bar:
     """A tqdm bar on standard error for each step."""
 
     def __init__(self) -> None:
-        self._what, self._bar = "", None
+        from tqdm import tqdm  # not where only packages are run
+
+        self._what, self._bar, self._tqdm = "", None, tqdm
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if what != self._what:
             self.close()
             self._what = what
-            self._bar = tqdm(desc=what, total=total or None, unit="B", unit_scale=True) if total else None
+            self._bar = self._tqdm(desc=what, total=total or None, unit="B", unit_scale=True) if total else None
             if not total:
-                tqdm.write(what)
+                self._tqdm.write(what)
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
 

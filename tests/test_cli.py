@@ -105,6 +105,28 @@ def test_inspect_package_checkpoint_and_preset(tiny_package, tiny_checkpoint, ca
     assert "92,274,688 (88.0 MiB)" in text and "64x" in text
 
 
+def test_inspect_shows_what_only_some_targets_have(bare_package, tmp_path, capsys):
+    text = _output(capsys, "inspect", bare_package)
+    assert "block size" in text and "tokens of a call" not in text
+    shutil.copytree(bare_package, tmp_path / "package")
+    manifest = json.loads((bare_package / "edge_qkv.json").read_text()) | {"prefill_chunk": 77, "cache_rows": 4096}
+    (tmp_path / "package/edge_qkv.json").write_text(json.dumps(manifest))
+    text = _output(capsys, "inspect", tmp_path / "package")
+    assert any(line.split() == ["tokens", "of", "a", "call", "77"] for line in text.splitlines())
+    assert any(line.split() == ["cache", "rows", "4096"] for line in text.splitlines())
+    facts = json.loads(_output(capsys, "inspect", tmp_path / "package", "--json"))
+    assert facts["prefill_chunk"] == 77 and facts["cache_rows"] == 4096
+
+
+def test_a_shorter_package(tiny_checkpoint, tmp_path, capsys):
+    _output(capsys, "export", tiny_checkpoint, "--output", tmp_path / "out", "--capacity", 50, "--no-parity")
+    assert json.loads((tmp_path / "out/edge_qkv.json").read_text())["config"]["max_positions"] == 50
+    result = _output(
+        capsys, "run", tmp_path / "out", "--prompt", "abc", "--context", "max", "--max-tokens", 3, "--json"
+    )
+    assert json.loads(result)["figures"]["context"] == 50
+
+
 # ---- what is wrong ----
 
 
@@ -256,6 +278,10 @@ def test_bad_options(tiny_package, tiny_checkpoint, tmp_path, refused, monkeypat
     assert "--block-size" in refused(
         "export", tiny_checkpoint, "--output", tmp_path / "out", "--weights", "fp32", "--block-size", 32
     )
+    export = ("export", tiny_checkpoint, "--output", tmp_path / "out")
+    assert "--capacity = 97" in refused(*export, "--capacity", 97)
+    assert "--prefill-chunk 64: an ONNX model takes any number" in refused(*export, "--prefill-chunk", 64)
+    assert "--weights 8da8w is not known" in refused(*export, "--weights", "8da8w")
     with pytest.raises(SystemExit) as unknown:
         main(["run", str(tiny_package), "--nonsense"])
     assert unknown.value.code == 2

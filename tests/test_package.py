@@ -83,7 +83,8 @@ def test_places_that_are_no_package_are_named(tmp_path):
         Package.open(tmp_path)
 
 
-@pytest.mark.parametrize("changes", [{"stop_tokens": None}, {"stop_tokens": "5"}, {"parity": "good"}, {"files": {}}])
+@pytest.mark.parametrize("changes", [{"stop_tokens": None}, {"stop_tokens": "5"}, {"parity": "good"}, {"files": {}},
+                                     {"target": None}, {"target": []}, {"target": "executorch"}])  # fmt: skip
 def test_fields_of_the_wrong_type_are_refused(changes, package):
     _edit(package, **changes)
     with pytest.raises(InputError, match="export the package again"):

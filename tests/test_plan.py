@@ -96,6 +96,77 @@ def test_the_formula_of_a_config_is_what_an_export_writes(tmp_path, name, weight
     assert of_package.weight_bytes == Package.open(output).weight_bytes
 
 
+# Bytes of one layer's matrices, the head, and the embedding of "unified" with 4 bits a weight in groups of 64: worked
+# out by hand. Rows: query 384, key 64, output 384, gate and up 1024 each; down 384 of 1024 columns.
+@pytest.mark.parametrize("weights, block, layer, head, embedding, bits", [
+    ("8da4w", 64, (2880 * 384 + 384 * 1024) // 2 + (2880 * 6 + 384 * 16) * 2, 4096 * 388, 4096 * (192 + 48), 4),
+    ("int4", None, (2880 * 384 + 384 * 1024) // 2 + (2880 * 12 + 384 * 32) * 2, 4096 * 388, 4096 * (192 + 48), 4),
+    ("int8", None, 2880 * 388 + 384 * 1028, 4096 * 388, 4096 * (192 + 48), 8),
+    ("fp32", None, (2880 * 384 + 384 * 1024) * 4, 4096 * 384 * 4, 4096 * 384 * 4, 32),
+])  # fmt: skip
+def test_the_formula_of_executorch_is_worked_out_by_hand(weights, block, layer, head, embedding, bits):
+    config = CONFIGS["unified"]
+    found = plan_model(config, weights, block, "executorch")
+    assert found.matrix_bytes == 6 * layer + head
+    rotary, norms = 2 * 2048 * 32 * 4, 13 * 384 * 4
+    assert found.table_bytes == embedding + rotary + norms
+    assert found.weight_bytes > found.matrix_bytes + found.table_bytes  # tied or not, each is stored
+    assert (found.weight_bits, found.block_size) == (bits, {4: block or 32}.get(bits, 0))
+    assert found.prefill_chunk == 128
+
+
+def test_executorch_pads_groups_and_keeps_odd_tables_in_float():
+    config = ModelConfig(kv_heads=2, **SMALL | {"width": 100, "heads": 2, "head_dim": 40, "mlp_width": 130})
+    found = plan_model(config, "8da4w", None, "executorch")
+    rows_of_100, rows_of_80, rows_of_130 = 3 * 80 + 130, 100, 100  # padded to 128, 96 and 160 columns
+    layer = rows_of_100 * (64 + 8) + rows_of_80 * (48 + 6) + rows_of_130 * (80 + 10)
+    assert found.matrix_bytes == 6 * layer + 4096 * 104
+    assert found.table_bytes == 4096 * 400 + 2048 * 104 + 13 * 400  # embedding, learned positions, norms
+
+
+def test_a_plan_for_executorch_has_its_chunk_and_its_costs():
+    made = plan(Q_MQA, target="executorch", context=4096)
+    assert made.prefill_chunk == 128 and made.total != plan(Q_MQA, context=4096).total
+    assert plan(Q_MQA, target="executorch", context=4096, prefill_chunk=512).prefill_chunk == 512
+    assert plan(Q_MQA, target="executorch", context=50).prefill_chunk == 50
+    with pytest.raises(OverBudget, match=r"int4 weights"):
+        plan(Q_MQA, target="executorch", weights="8da8w", context=4096, memory=made.total + 10_000_000)
+    with pytest.raises(InputError, match="target = 'llama': must be one of onnx, executorch"):
+        plan(Q_MQA, target="llama")
+
+
+def _planned(package, **options) -> _native.PlanInfo:
+    info = _native.PlanInfo()
+    outs = ctypes.byref(_native.PlanOptions(context=64, **options)), ctypes.byref(info), None
+    _native.call("eqkv_plan_package", os.fsencode(package), *outs)
+    return info
+
+
+def test_the_engine_of_a_package_is_its_own(tiny_package):
+    assert _planned(tiny_package, engine=b"onnxruntime").total == _planned(tiny_package).total
+    with pytest.raises(InputError, match='was exported for the engine onnxruntime; leave out engine "executorch"'):
+        _planned(tiny_package, engine=b"executorch")
+    with pytest.raises(InputError, match='engine must be onnxruntime or executorch, not "torch"'):
+        _planned(tiny_package, engine=b"torch")
+
+
+def test_a_caller_that_knows_no_engine_plans_for_onnxruntime():
+    """Its struct ends before the field, whatever lies there."""
+    model, info = plan_model(Q_MQA), _native.PlanInfo()
+    options = _native.PlanOptions(context=64, engine=b"executorch")
+    model.prefill_chunk = 7
+    totals = []
+    for older in (False, True):
+        if older:
+            options.struct_size, model.struct_size = (
+                _native.PlanOptions.engine.offset,
+                _native.PlanModel.prefill_chunk.offset,
+            )
+        _native.call("eqkv_plan", ctypes.byref(model), ctypes.byref(options), ctypes.byref(info))
+        totals.append((info.total, info.prefill_chunk))
+    assert totals[0][1] == 7 and totals[1] == (plan(Q_MQA, context=64).total, 64)
+
+
 def test_a_package_is_planned_without_reading_its_weights(tiny_package, tmp_path, capsys):
     """The data file is a hole of 1 TB, and no engine is loaded."""
     for name in ("model.onnx", "edge_qkv.json"):
@@ -113,6 +184,7 @@ def test_a_package_is_planned_without_reading_its_weights(tiny_package, tmp_path
         and "model.onnx" not in done.stdout.split("total")[-1]
     )
     assert "a package has its own" in _refused(capsys, tmp_path, "--weights", "int8")
+    assert "a package has its own" in _refused(capsys, tmp_path, "--target", "executorch")
 
 
 def test_a_model_over_budget_is_refused_before_the_engine_is_opened(tiny_package):
@@ -183,6 +255,8 @@ def test_what_does_not_fit_is_one_message_with_what_would(capsys):
     (["1.2B/Q-MQA", "--context", "40000"], "at most 32768"),
     (["1.2B/Q-MQA", "--device", "toaster"], "toaster"),
     (["1.2B/Q-MQA", "--weights", "fp32", "--block-size", "32"], "block_size"),
+    (["1.2B/Q-MQA", "--weights", "8da4w"], "weights = '8da4w': must be one of fp32, int8, int4, for the target onnx"),
+    (["1.2B/Q-MQA", "--target", "executorch", "--weights", "int8", "--block-size", "32"], "with 8da4w weights"),
     (["1.2B/QKV", "--device", "phone-4gb", "--context", "32768"], "phone-4gb"),
     (["1.2B", "--variants", "--device", "all"], "--variants"),
     (["1.2B", "--variants", "--memory", "1GB"], "--memory"),

@@ -117,7 +117,9 @@ int resolved_threads(int threads) {
 
 ModelDescription describe_model(const std::string& path) {
   const ModelFile file = find_model_file(path);
-  return file.engine->describe(file.path);
+  ModelDescription described = file.engine->describe(file.path);
+  described.plan.prefill_chunk = described.info.prefill_chunk;
+  return described;
 }
 
 const PlanEngine& plan_engine(const std::string& name) {

@@ -1,0 +1,194 @@
+"""How each target stores weights, and from that the numbers of a plan: what an export would write, without doing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from edge_qkv import _native
+from edge_qkv.config import ModelConfig
+from edge_qkv.errors import InputError
+
+BLOCK_SIZES = (32, 64, 128)
+ALIGNMENT = 4096  # of each tensor in the data file of an ONNX model
+INLINE_BELOW = 1024  # bytes; smaller tensors are in the graph
+DEFAULT_BLOCK_SIZE = 128  # of --target onnx; chosen by measurement, see export/onnx.py
+DEFAULT_GROUP_SIZE = 32  # of --target executorch
+DEFAULT_PREFILL_CHUNK = 128  # of a target whose files fix the largest chunk
+
+_CHOSEN = -1  # stands for the block size that --block-size gives
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a matrix is stored: float32, or codes of 4 or 8 bits and the scales of their blocks."""
+
+    bits: int = 32
+    scale_bytes: int = 0
+    block: int = 0  # columns that share a scale; 0: all of a row
+    whole: bool = False  # float32 instead where the columns are no whole blocks; else the last block is padded
+
+    def sizes(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Bytes of the tensors that hold a matrix [rows, columns]."""
+        block = self.block or columns
+        if self.bits == 32 or (self.whole and columns % block):
+            return (rows * columns * 4,)
+        blocks = -(-columns // block)
+        return rows * blocks * block * self.bits // 8, rows * blocks * self.scale_bytes
+
+    def chosen(self, block: int) -> Format:
+        return replace(self, block=block) if self.block == _CHOSEN else self
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a weight type of a target stores how."""
+
+    layers: Format
+    head: Format
+    embedding: Format
+    positions: Format  # learned ones
+    default_block: int = 0  # 0: takes no block size
+    also: str = ""  # another name of it: every target has an int8 and an int4
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an export to a target writes."""
+
+    engine: str  # the native library's name of what runs it
+    weights: dict[str, Weights]
+    head_is_embedding: bool  # tied, they are stored once
+    alignment: int  # of tensors of `inline_below` bytes and more
+    inline_below: int
+    file_bytes: int  # of what is no weight,
+    file_bytes_per_layer: int  # and of that in each layer
+    prefill_chunk: int = 0  # the most tokens of a call, unless an export is told otherwise; 0: any number
+
+
+_FLOAT = Format()
+_BLOCKS_4, _BLOCKS_8 = Format(4, 4, _CHOSEN), Format(8, 4, _CHOSEN)  # of MatMulNBits: float32 scales
+# Of torchao: 8 bits with a float32 scale a row; 4 bits in groups with bf16 scales; tables of 4 bits with float32 ones.
+_ROWS_8, _GROUPS_4, _TABLE_4 = Format(8, 4), Format(4, 2, _CHOSEN), Format(4, 4, 32, whole=True)
+
+TARGETS = {
+    "onnx": Target(
+        engine="onnxruntime",
+        weights={
+            "fp32": Weights(_FLOAT, _FLOAT, _FLOAT, _FLOAT),
+            "int8": Weights(_BLOCKS_8, _BLOCKS_8, _BLOCKS_8, _BLOCKS_8, DEFAULT_BLOCK_SIZE),
+            "int4": Weights(_BLOCKS_4, _BLOCKS_8, _BLOCKS_8, _BLOCKS_8, DEFAULT_BLOCK_SIZE),
+        },
+        head_is_embedding=True,
+        alignment=ALIGNMENT,
+        inline_below=INLINE_BELOW,
+        file_bytes=16_000,  # of model.onnx, as measured
+        file_bytes_per_layer=7_000,
+    ),
+    "executorch": Target(
+        engine="executorch",
+        weights={
+            "fp32": Weights(_FLOAT, _FLOAT, _FLOAT, _FLOAT),
+            "8da8w": Weights(_ROWS_8, _ROWS_8, _TABLE_4, _ROWS_8, also="int8"),
+            "8da4w": Weights(_GROUPS_4, _ROWS_8, _TABLE_4, _ROWS_8, DEFAULT_GROUP_SIZE, also="int4"),
+        },
+        head_is_embedding=False,
+        alignment=16,
+        inline_below=0,
+        file_bytes=50_000,  # of the program, estimated
+        file_bytes_per_layer=20_000,
+        prefill_chunk=DEFAULT_PREFILL_CHUNK,
+    ),
+}
+# All names that --weights takes; each target refuses those it does not know.
+WEIGHTS = tuple(dict.fromkeys(name for target in TARGETS.values() for name in target.weights))
+
+
+def stored_as(target: str, weights: str, block_size: int | None = None) -> tuple[str, Weights, int]:
+    """(the target's own name of a weight type, how it stores it, its block size or 0); raises `InputError`."""
+    if target not in TARGETS:
+        raise InputError(f"target = {target!r}: must be one of {', '.join(TARGETS)}")
+    known = TARGETS[target]
+    kind = next((name for name, how in known.weights.items() if weights in (name, how.also)), None)
+    if kind is None:
+        names = ", ".join(known.weights)
+        raise InputError(f"weights = {weights!r}: must be one of {names}, for the target {target}")
+    stored = known.weights[kind]
+    if block_size is not None and (block_size not in BLOCK_SIZES or not stored.default_block):
+        blocked = " and ".join(name for name, has in known.weights.items() if has.default_block)
+        sizes = ", ".join(map(str, BLOCK_SIZES))
+        raise InputError(f"block_size = {block_size}: must be one of {sizes}, with {blocked} weights")
+    block = (block_size or stored.default_block) if stored.default_block else 0
+    formats = (stored.layers, stored.head, stored.embedding, stored.positions)
+    return kind, Weights(*(f.chosen(block) for f in formats)), block
+
+
+def plan_model(
+    config: ModelConfig,
+    weights: str = "int4",
+    block_size: int | None = None,
+    target: str = "onnx",
+    prefill_chunk: int = 0,
+) -> _native.PlanModel:
+    """The numbers of `config` exported with these weights, without doing it.
+
+    prefill_chunk: as `edge-qkv export` takes it, for a target whose files fix it; 0: the default.
+    """
+    _, stored, block = stored_as(target, weights, block_size)
+    known = TARGETS[target]
+    matrices, tables = list(_matrices(config, stored)), list(_tables(config, stored))
+    head = stored.head.sizes(config.vocab_size, config.width)
+    shared = config.tied_head and known.head_is_embedding
+    on_disk = sum(
+        -(-n // known.alignment) * known.alignment if n >= known.inline_below else n
+        for n in [*matrices, *tables, *(() if shared else head)]
+    )
+    return _native.PlanModel(
+        layers=config.layers,
+        caches=config.caches,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        heads=config.heads,
+        width=config.width,
+        mlp_width=config.mlp_width,
+        mlp_matrices=3 if config.gated_mlp else 2,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_positions,
+        weight_bytes=on_disk + known.file_bytes + known.file_bytes_per_layer * config.layers,
+        matrix_bytes=sum(matrices) + sum(head),
+        table_bytes=sum(tables),
+        weight_bits=stored.layers.bits,
+        block_size=block,
+        prefill_chunk=(prefill_chunk or known.prefill_chunk) if known.prefill_chunk else 0,
+    )
+
+
+def _linear_shapes(config: ModelConfig) -> list[tuple[int, int, bool]]:
+    """(outputs, inputs, bias) of the matrices of a layer."""
+    heads = {"query": config.heads, "key": config.kv_heads, "value": config.kv_heads}
+    inner, width, mlp = config.heads * config.head_dim, config.width, config.mlp_width
+    return [
+        *((heads[name] * config.head_dim, width, config.attention_bias) for name in config.projections),
+        (width, inner, config.attention_bias),
+        *[(mlp, width, config.mlp_bias)] * (2 if config.gated_mlp else 1),
+        (width, mlp, config.mlp_bias),
+    ]
+
+
+def _matrices(config: ModelConfig, stored: Weights) -> Iterator[int]:
+    for _ in range(config.layers):
+        for outputs, inputs, _ in _linear_shapes(config):
+            yield from stored.layers.sizes(outputs, inputs)
+
+
+def _tables(config: ModelConfig, stored: Weights) -> Iterator[int]:
+    """All that is not multiplied by: embedding, positions, norms and biases."""
+    yield from stored.embedding.sizes(config.vocab_size, config.width)
+    if config.positions == "learned":
+        yield from stored.positions.sizes(config.max_positions, config.width)
+    if config.rotary:
+        yield from [config.max_positions * config.rotated // 2 * 4] * 2  # cos and sin
+    for _ in range(2 * config.layers + 1):
+        yield from [config.width * 4] * (2 if config.norm_bias else 1)
+    for _ in range(config.layers):
+        yield from (outputs * 4 for outputs, _, bias in _linear_shapes(config) if bias)
