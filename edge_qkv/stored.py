@@ -28,11 +28,15 @@ class Format:
     block: int = 0  # columns that share a scale; 0: all of a row
     whole: bool = False  # float32 instead where the columns are no whole blocks; else the last block is padded
 
+    def is_float(self, columns: int) -> bool:
+        """Whether a matrix of so many columns is stored in float32."""
+        return self.bits == 32 or (self.whole and columns % self.block > 0)
+
     def sizes(self, rows: int, columns: int) -> tuple[int, ...]:
         """Bytes of the tensors that hold a matrix [rows, columns]."""
-        block = self.block or columns
-        if self.bits == 32 or (self.whole and columns % block):
+        if self.is_float(columns):
             return (rows * columns * 4,)
+        block = self.block or columns
         blocks = -(-columns // block)
         return rows * blocks * block * self.bits // 8, rows * blocks * self.scale_bytes
 

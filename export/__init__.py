@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,18 +44,7 @@ class Exporter(Protocol):
         """
 
 
-def _onnx(
-    checkpoint: str,
-    output: Path,
-    *,
-    window: int = 0,
-    sinks: int = 0,
-    capacity: int | None = None,
-    prefill_chunk: int | None = None,
-    held_text: Path | None = None,
-    parity: bool = True,
-    **options,
-):
+def _onnx(checkpoint: str, output: Path, *, prefill_chunk: int | None = None, **options) -> dict[str, Any]:
     from edge_qkv.export.onnx import export_onnx
 
     if prefill_chunk is not None:
@@ -61,14 +52,38 @@ def _onnx(
             f"--prefill-chunk {prefill_chunk}: an ONNX model takes any number of tokens at once; "
             "leave it out, and choose when the package is run"
         )
-    source = _windowed(_shortened(read_checkpoint(checkpoint), capacity), window, sinks)
-    if held_text is not None and not (options.get("tokenizer") or source.tokenizer):
-        raise InputError(f"--parity-text {held_text}: text needs a tokenizer; give --tokenizer as well")
-    return export_onnx(source, output, text=_held_text(held_text, source), run_parity=parity, **options)
+    return _export(export_onnx, checkpoint, output, **options)
+
+
+def _executorch(checkpoint: str, output: Path, **options) -> dict[str, Any]:
+    if importlib.util.find_spec("executorch") is None or importlib.util.find_spec("torchao") is None:
+        raise InputError("--target executorch needs ExecuTorch; install it with `pip install 'edge-qkv[executorch]'`")
+    from edge_qkv.export.executorch import export_executorch
+
+    return _export(export_executorch, checkpoint, output, **options)
 
 
 # Target name -> its exporter; the heavy libraries are imported when one is called.
-TARGETS: dict[str, Exporter] = {"onnx": _onnx}
+TARGETS: dict[str, Exporter] = {"onnx": _onnx, "executorch": _executorch}
+
+
+def _export(
+    export: Callable[..., dict[str, Any]],
+    checkpoint: str,
+    output: Path,
+    *,
+    window: int = 0,
+    sinks: int = 0,
+    capacity: int | None = None,
+    held_text: Path | None = None,
+    parity: bool = True,
+    **options,
+) -> dict[str, Any]:
+    """What every target does with its arguments."""
+    source = _windowed(_shortened(read_checkpoint(checkpoint), capacity), window, sinks)
+    if held_text is not None and not (options.get("tokenizer") or source.tokenizer):
+        raise InputError(f"--parity-text {held_text}: text needs a tokenizer; give --tokenizer as well")
+    return export(source, output, text=_held_text(held_text, source), run_parity=parity, **options)
 
 
 def _shortened(checkpoint: Checkpoint, capacity: int | None) -> Checkpoint:

@@ -11,17 +11,11 @@ from typing import Any
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.errors import InputError
 from edge_qkv.export import executorch_program, executorch_weights, operator
-from edge_qkv.export.executorch_weights import Recipe
 from edge_qkv.export.packaging import Runner, Stored, check_cache, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
+from edge_qkv.stored import DEFAULT_PREFILL_CHUNK, stored_as
 
 MODEL = "model.pte"
-# The field's names, and those by which every target is asked for as many bits.
-WEIGHTS = {"fp32": 32, "8da8w": 8, "8da4w": 4}
-ALIASES = {"int8": "8da8w", "int4": "8da4w"}
-GROUP_SIZES = (32, 64, 128)
-DEFAULT_GROUP = 32
-DEFAULT_CHUNK = 128
 MOST_TOKENS_AT_ONCE = 4096  # buffers are planned for as many
 _UNKNOWN = "0" * 64  # stands for the fingerprint until the rest of the file is known
 
@@ -50,25 +44,25 @@ def export_executorch(
     The quantised weights are in memory at a byte each, float ones whole. Raises `InputError`; then no file is left
     and an earlier package at `output` is untouched.
     """
-    weights = ALIASES.get(weights, weights)
-    recipe = _recipe(weights, block_size)
+    weights, how, block = stored_as("executorch", weights, block_size)
     check_cache(cache)
     config = checkpoint.config
-    chunk = min(prefill_chunk or DEFAULT_CHUNK, config.max_positions)
-    if not 2 <= chunk <= MOST_TOKENS_AT_ONCE:
-        raise InputError(f"--prefill-chunk {chunk} is out of range; choose from 2 to {MOST_TOKENS_AT_ONCE:,} tokens")
+    most = min(MOST_TOKENS_AT_ONCE, config.max_positions)
+    chunk = min(DEFAULT_PREFILL_CHUNK, most) if prefill_chunk is None else prefill_chunk
+    if not 2 <= chunk <= most:
+        raise InputError(f"--prefill-chunk {chunk} is out of range; choose from 2 to {most:,} tokens")
 
     def write_model(directory: Path) -> None:
-        decoder = executorch_weights.load(checkpoint, executorch_program.attend, recipe, progress)
-        matrix_bytes, table_bytes = executorch_weights.stored_bytes(decoder, recipe)
+        decoder = executorch_weights.load(checkpoint, executorch_program.attend, how, progress)
+        matrix_bytes, table_bytes = executorch_weights.stored_bytes(decoder, how)
         check_space(directory, matrix_bytes + table_bytes)
         facts = operator.description(config, cache) | {
             "operator": str(operator.VERSION),
             "executorch": version("executorch"),
             "cache_rows": str(executorch_program.cache_rows(config, cache)),
             "prefill_chunk": str(chunk),
-            "weight_bits": str(recipe.bits),
-            "block_size": str(recipe.group_size),
+            "weight_bits": str(how.layers.bits),
+            "block_size": str(block),
             "matrix_bytes": str(matrix_bytes),
             "table_bytes": str(table_bytes),
             "fingerprint": _UNKNOWN,
@@ -83,25 +77,13 @@ def export_executorch(
     return write_package(
         checkpoint,
         output,
-        Stored("executorch", weights, cache, recipe.group_size or None, {"prefill_chunk": chunk}),
+        Stored("executorch", weights, cache, block or None, {"prefill_chunk": chunk}),
         write_model,
         tokenizer=tokenizer,
         text=text,
         runner=(runner or open_session) if run_parity else None,
         progress=progress,
     )
-
-
-def _recipe(weights: str, block_size: int | None) -> Recipe:
-    if weights not in WEIGHTS:
-        raise InputError(f"--weights {weights} is not known to this target; choose one of {', '.join(WEIGHTS)}")
-    if block_size is not None and weights != "8da4w":
-        raise InputError(f"--block-size applies to --weights 8da4w (int4) only; leave it out with {weights}")
-    if block_size is not None and block_size not in GROUP_SIZES:
-        raise InputError(
-            f"--block-size {block_size} is not supported; choose one of {', '.join(map(str, GROUP_SIZES))}"
-        )
-    return Recipe(WEIGHTS[weights], (block_size or DEFAULT_GROUP) if weights == "8da4w" else 0)
 
 
 def _sign(path: Path) -> None:
