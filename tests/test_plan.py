@@ -158,10 +158,8 @@ def test_a_caller_that_knows_no_engine_plans_for_onnxruntime():
     totals = []
     for older in (False, True):
         if older:
-            options.struct_size, model.struct_size = (
-                _native.PlanOptions.engine.offset,
-                _native.PlanModel.prefill_chunk.offset,
-            )
+            options.struct_size = _native.PlanOptions.engine.offset
+            model.struct_size = _native.PlanModel.prefill_chunk.offset
         _native.call("eqkv_plan", ctypes.byref(model), ctypes.byref(options), ctypes.byref(info))
         totals.append((info.total, info.prefill_chunk))
     assert totals[0][1] == 7 and totals[1] == (plan(Q_MQA, context=64).total, 64)
