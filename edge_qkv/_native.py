@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -222,8 +223,27 @@ def _is_runtime(name: str) -> bool:
     return name.startswith(("libonnxruntime.", "onnxruntime.dll"))
 
 
+def executorch_path() -> Path | None:
+    """Our library for ExecuTorch, beside libedge_qkv; None where it was not built, which libedge_qkv reports."""
+    path = library_path().with_name(f"libedge_qkv_executorch{_SUFFIX}")
+    if not path.exists():
+        return None
+    try:
+        version = ctypes.CDLL(str(path)).eqkv_executorch_version
+        version.restype = c_char_p
+        built, installed = version().decode(), importlib.metadata.version("executorch")
+    except (OSError, AttributeError, importlib.metadata.PackageNotFoundError):
+        return path  # libedge_qkv says why it cannot be loaded
+    if built.split("+")[0] != installed.split("+")[0]:
+        raise InputError(
+            f"{path}: was built with ExecuTorch {built}, and {installed} is installed; install edge-qkv once more from "
+            "its sources (pip install --force-reinstall --no-deps .)"
+        )
+    return path
+
+
 # Target of a package -> where the shared library of its engine is.
-_ENGINE_LIBRARIES = {"onnx": onnxruntime_path}
+_ENGINE_LIBRARIES = {"onnx": onnxruntime_path, "executorch": executorch_path}
 
 
 def engine_library(target: str) -> Path | None:
