@@ -144,9 +144,11 @@ void PackedWeights::write_marker(const std::string& folder) const {
   FILE* file = std::fopen(path.c_str(), "we");
   bool good = file && std::fwrite(text.data(), 1, text.size(), file) == text.size();
   if (file) good = std::fclose(file) == 0 && good;
-  for (const std::string& name : files_) good = good && on_disk(folder + "/" + name);
-  good = good && on_disk(path);
-  good = good && chmod(folder.c_str(), 0755) == 0;  // other users' processes may map it too
+  // Other users' processes may map them too.
+  for (const std::string& name : files_) {
+    good = good && chmod((folder + "/" + name).c_str(), 0644) == 0 && on_disk(folder + "/" + name);
+  }
+  good = good && on_disk(path) && chmod(folder.c_str(), 0755) == 0;
   if (!good || !on_disk(folder)) refuse(directory_, std::strerror(errno));
 }
 
