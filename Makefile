@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # One exact release: it comes as a CPU build where the index has one, and is what the project is tested with.
 TORCH ?= torch==2.13.0
+# What a library of ours is compiled against has to be there first.
+EXECUTORCH ?= executorch==1.5.1 torchao==0.18.0
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find runtime -name '*.cpp' -o -name '*.h' -o -name '*.cmake' -o -name '*.txt' 2>/dev/null)
@@ -36,6 +38,7 @@ $(VENV)/bin/python:
 $(VENV)/torch: $(VENV)/bin/python
 	@echo "installing PyTorch and the exporter's libraries into $(VENV); the first time takes minutes"
 	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet $(EXECUTORCH)
 	@touch $@
 
 # Editable: Python sources are used where they are; a change of the native sources installs again.
