@@ -112,8 +112,11 @@ def lower(decoder: Decoder, cache: str, prefill_chunk: int, facts: Mapping[str, 
         del exported
         lowered = edge.to_executorch(
             ExecutorchBackendConfig(
-                # Inputs and caches are the caller's memory: their places are set before each call.
-                memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False, alloc_mutable_buffers=False),
+                # Inputs, logits and caches are the caller's memory, whose places are set before each call. Planned
+                # among the rest, logits for a whole chunk would spread it over as many pages.
+                memory_planning_pass=MemoryPlanningPass(
+                    alloc_graph_input=False, alloc_graph_output=False, alloc_mutable_buffers=False
+                ),
                 emit_mutable_buffer_names=True,
                 do_quant_fusion_and_const_prop=True,  # the 4-bit embedding becomes one operator
             )

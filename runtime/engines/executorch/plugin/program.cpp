@@ -88,7 +88,8 @@ LoadedProgram::LoadedProgram(const PluginRequest& request)
       cache_rows_(request.cache_rows),
       vocab_size_(request.vocab_size),
       prefill_chunk_(request.prefill_chunk),
-      threads_(request.threads) {
+      threads_(request.threads),
+      logits_(static_cast<size_t>(prefill_chunk_ * vocab_size_) * sizeof(float)) {
   auto loader = executorch::extension::MmapDataLoader::from(
       request.path, executorch::extension::MmapDataLoader::MlockConfig::NoMlock);
   if (!loader.ok()) refuse(path_, reason(loader.error()));
@@ -123,7 +124,7 @@ void LoadedProgram::check_interface() {
   }
   const auto logits = meta->output_tensor_meta(0);
   check(logits.ok() && logits->scalar_type() == aten::ScalarType::Float &&
-        has_shape(logits->sizes(), {1, prefill_chunk_, vocab_size_}) && logits->is_memory_planned());
+        has_shape(logits->sizes(), {1, prefill_chunk_, vocab_size_}) && !logits->is_memory_planned());
 }
 
 void LoadedProgram::plan_memory() {
@@ -208,6 +209,8 @@ void LoadedProgram::forward(const PluginCall& call) {
   for (size_t i = 0; i < kInputs; ++i) {
     check(method_->set_input(runtime::EValue(aten::Tensor(&inputs[i])), i));
   }
+  // Room for the most rows that the program can give, whatever was asked for.
+  check(method_->set_output_data_ptr(logits_.span().data(), logits_.span().size(), 0));
   const RunningCall running = {static_cast<size_t>(threads_), call.stop, &failure};
   running_call = &running;
   const runtime::Error error = method_->execute();
@@ -221,10 +224,12 @@ void LoadedProgram::forward(const PluginCall& call) {
   }
   std::memcpy(call.logits, output.toTensor().const_data_ptr(),
               call.logit_rows * static_cast<size_t>(vocab_size_) * sizeof(float));
+  if (call.logit_rows > 1) logits_.release();
 }
 
 void LoadedProgram::release_pages() const {
   for (const PlannedBuffer& buffer : buffers_) buffer.release();
+  logits_.release();
 }
 
 }  // namespace edge_qkv::et

@@ -49,6 +49,7 @@ class LoadedProgram {
   const CacheLayout layout_;
   const int64_t cache_rows_, vocab_size_, prefill_chunk_;
   const int threads_;
+  const PlannedBuffer logits_;  // [prefill_chunk, vocab_size]
   // Members below use those above them.
   File packed_;  // held while it is mapped
   std::unique_ptr<executorch::extension::MmapDataLoader> loader_;
