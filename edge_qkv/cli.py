@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--json", action="store_true", help="print JSON")
     _add_plan(command("plan", plan_command.run, plan_command.SUMMARY))
     _add_train(command("train", _train, "Train a small model on a text file; stop it and it goes on where it was."))
-    added = command("demo", _demo, "Export the bundled model to int4 and int8, write text, and show the memory table.")
+    added = command("demo", _demo, "Export the bundled model for each engine, write text, and show the memory table.")
     added.add_argument("--output", type=Path, default=Path("demo"), help="directory for the packages")
     added.add_argument("--prompt", default="KING HENRY.\n", help="text to go on from")
     added.add_argument("--max-tokens", type=int, default=128, help="tokens to write")

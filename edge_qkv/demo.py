@@ -1,4 +1,4 @@
-"""`edge-qkv demo`: bundled checkpoint -> int4 and int8 packages -> text, and what it costs."""
+"""`edge-qkv demo`: bundled checkpoint -> packages for each engine -> text, and what it costs."""
 
 from __future__ import annotations
 
@@ -8,30 +8,37 @@ import sys
 import tempfile
 from pathlib import Path
 
-from edge_qkv.errors import EdgeQKVError
+from edge_qkv.errors import EdgeQKVError, InputError
 from edge_qkv.planning import plan
 from edge_qkv.tables import size, table
 
 CHECKPOINT = Path(__file__).parent / "bundled"
 CONTEXT = 32768
+PACKAGES = (("onnx", "int4"), ("onnx", "int8"), ("executorch", "8da4w"))  # target and weights
 
 
 def demo(output: Path, prompt: str, max_tokens: int, threads: int) -> None:
-    """Exports the bundled model both ways below `output`, writes text with each and prints the table.
+    """Exports the bundled model in each way below `output`, writes text with each and prints the table.
 
     Each package runs in a process of its own, as it would on a device, so that its peak memory is its own
-    and not the exporter's.
+    and not the exporter's. ExecuTorch is left out where it is not installed.
     """
     from edge_qkv.export import TARGETS
 
     columns = {}
-    for weights in ("int4", "int8"):
-        package = output / f"shakespeare-{weights}"
-        print(f"== export the bundled checkpoint to {weights} ONNX", flush=True)
-        manifest = TARGETS["onnx"](str(CHECKPOINT), package, weights=weights)
+    for target, weights in PACKAGES:
+        package = output / f"shakespeare-{target}-{weights}"
+        print(f"== export the bundled checkpoint to {target}, {weights} weights", flush=True)
+        try:
+            manifest = TARGETS[target](str(CHECKPOINT), package, weights=weights)
+        except InputError as error:
+            if target != "executorch":
+                raise
+            print(f"left out: {error}\n", flush=True)
+            continue
         print(f"== {max_tokens} tokens from {package}\n", flush=True)
         needed = plan(package, context=CONTEXT, threads=threads).total
-        columns[weights] = _column(_run(package, prompt, max_tokens, threads), manifest, needed)
+        columns[f"{target} {weights}"] = _column(_run(package, prompt, max_tokens, threads), manifest, needed)
         print()
     names = next(iter(columns.values()))
     print(table([(name, *(column[name] for column in columns.values())) for name in names], ("", *columns)))

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from edge_qkv import _native
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.errors import InputError
 from edge_qkv.export import executorch_program, executorch_weights, operator
@@ -44,6 +45,12 @@ def export_executorch(
     The quantised weights are in memory at a byte each, float ones whole. Raises `InputError`; then no file is left
     and an earlier package at `output` is untouched.
     """
+    if run_parity and runner is None and _native.executorch_path() is None:  # said before minutes of work, not after
+        raise InputError(
+            "--target executorch: the parity report needs the ExecuTorch engine, which edge-qkv was built without; "
+            "install edge-qkv once more from its sources, now that executorch is there (pip install --force-reinstall "
+            "--no-deps .), or leave the report out (--no-parity)"
+        )
     weights, how, block = stored_as("executorch", weights, block_size)
     check_cache(cache)
     config = checkpoint.config
