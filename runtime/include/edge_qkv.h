@@ -3,7 +3,7 @@
  * Tokens in, tokens out: text is the caller's. A model is loaded once and shared by any number of
  * sessions; a session is one conversation with its own cache and is used by one thread at a time, except
  * for eqkv_session_cancel, which any thread may call. Sessions of one model may run in parallel; those
- * of a model with a memory budget evaluate in turns.
+ * of a model with a memory budget, and all with ExecuTorch, evaluate in turns.
  *
  * Every function that can fail returns an eqkv_status; eqkv_last_error() then holds one sentence for a
  * person. Nothing throws or aborts through this interface. Structs start with `struct_size` (set it to
@@ -131,7 +131,10 @@ EQKV_API eqkv_status eqkv_plan_package(const char* path, const eqkv_plan_options
 
 typedef struct eqkv_model_options {
   size_t struct_size;
-  const char* engine_library; /* path of the engine's shared library; null: the system's search path */
+  const char* engine_library; /* path of the shared library of the package's engine: ONNX Runtime's
+                                 (null: EDGE_QKV_ONNXRUNTIME, or the system's search path), or our
+                                 libedge_qkv_executorch (null: EDGE_QKV_EXECUTORCH, or the one beside
+                                 this library) */
   int32_t threads;            /* 0: one for each core */
   uint64_t memory;            /* budget in bytes for the model and its sessions; 0: none */
   int64_t context;            /* with a budget: tokens of its longest session; 0: as many as it holds */
