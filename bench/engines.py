@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,10 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from edge_qkv import EdgeQKVError, InputError, Package
+from edge_qkv import EdgeQKVError, InputError, Package, plan
 from edge_qkv.bench.common import command_line, run
 from edge_qkv.bench.one_package import PREFILL, ROUNDED_TOLERANCE, TOLERANCE, Request, measure
-from edge_qkv.checks import MOST_THREADS, thread_count, whole
+from edge_qkv.checks import thread_count, whole
 from edge_qkv.errors import one_line
 from edge_qkv.package import MANIFEST
 from edge_qkv.tables import size, table
@@ -97,10 +96,10 @@ def _compare(arguments: argparse.Namespace) -> None:
         print(json.dumps(measure(Request(**json.loads(arguments.measure)))))
         return
     repeats = whole(arguments.repeats, "--repeats", 1)
-    # Resolved here, for engines might count cores in different ways.
-    threads = thread_count(arguments.threads) or min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    threads = thread_count(arguments.threads)
     packages = [Package.open(path) for path in arguments.packages]
     depths = _depths(packages, arguments.depths)
+    threads = plan(packages[0], context=PREFILL, threads=threads).threads  # how many, where it is one for each core
     columns = _columns(packages, arguments.packed)
     bench = _Bench(threads, depths, len(columns) * (1 + repeats * len(ROUND)) + sum(bool(c.packed) for c in columns))
     for column in columns:
@@ -118,7 +117,7 @@ def _compare(arguments: argparse.Namespace) -> None:
         print(json.dumps(_as_json(columns, threads, repeats, depths), indent=2))
         return
     print(_table(columns, depths))
-    print(f"\n{threads} threads, {repeats} rounds: median (least..most), x: ratio to the first column")
+    print(f"\nthreads: {threads}, rounds: {repeats}; median (least..most), x: ratio to the first column")
     for column in columns:
         if (stayed := column.facts["cached_after_drop"]) > COLD:
             print(f"{column.name}: not cold, {stayed:.0%} of its files stayed in the page cache when they were dropped")
@@ -275,7 +274,8 @@ def _of_prefill(count: int | None) -> str:
 
 
 def _cell(label: str, figure: dict[str, float | None], with_ratio: bool) -> str:
-    scale, digits = (2**20, 1) if label.endswith("MiB") else (1, 0 if label.endswith("bytes") else 1)
+    scale = 2**20 if label.endswith("MiB") else 1
+    digits = 0 if label.endswith("bytes") else 1 if figure["median"] >= 10 * scale else 2
     middle, least, most = (f"{figure[name] / scale:,.{digits}f}" for name in ("median", "least", "most"))
     spread = "" if least == most else f" ({least}..{most})"
     ratio = "" if not with_ratio or figure["ratio"] is None else f"  {figure['ratio']:.2f}x"

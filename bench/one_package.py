@@ -22,7 +22,7 @@ PREFILLS = 3
 # Largest difference between the logits of tokens read as a chunk and one by one, in standard deviations of the
 # logits. Engines add up a chunk in another order than a row; where values are rounded to 8 bits (activations with all
 # weights but fp32, rows of an int8 cache) the last bit of a sum may move one of them to the next step.
-TOLERANCE, ROUNDED_TOLERANCE = 0.02, 0.25
+TOLERANCE, ROUNDED_TOLERANCE = 0.01, 0.25
 
 
 @dataclass(frozen=True)
