@@ -39,7 +39,8 @@ the same model for two engines, as exported and with packed weights:
 what is measured, each in a process of its own:
   load, cold  opening the model after the pages of its files were dropped from the page cache, the engine's own library
               excepted; a note says so where they were not. A host's or a disk's cache below is not dropped.
-  load, warm  the same after its files were read. Neither includes checking their SHA-256.
+  load, warm  the same after its files were read. Neither includes checking their SHA-256, nor the pages of weights that
+              are mapped: those are read when the first token needs them.
   memory      of the process, as the kernel counts it, beyond what it had before the model was opened
   prefill     {PREFILL} tokens into an empty cache
   decode      one token at each depth; the cache is filled with noise, which costs the same as text
