@@ -15,7 +15,8 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
-from edge_qkv import EdgeQKVError, Model, Session
+from edge_qkv import Model, Session
+from edge_qkv.bench.common import command_line, run
 from edge_qkv.tables import size, table
 
 DEPTHS = 0, 1024, 8192, 32767
@@ -40,11 +41,8 @@ def measure(session: Session, depths: Sequence[int], repeats: int) -> list[dict]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m edge_qkv.bench.depth",
-        description="Decode speed and memory of a package at given depths of context.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    summary = "Decode speed and memory of a package at given depths of context."
+    parser = command_line("depth", summary, 5, "measurements a depth")
     parser.add_argument("package", help="directory written by edge-qkv export")
     parser.add_argument(
         "--depths",
@@ -52,22 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="+",
         help="tokens in the cache; default: 0 1024 8192 32767, as far as the model goes",
     )
-    parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements a depth")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    arguments = parser.parse_args(argv)
-    try:
-        with Model(arguments.package, arguments.threads) as model:
-            depths = arguments.depths or sorted({min(depth, model.info.context - 1) for depth in DEPTHS})
-            with Session(model, context=max(depths) + 1) as session:
-                loaded = session.memory()
-                rows = measure(session, depths, max(1, arguments.repeats))
-    except EdgeQKVError as error:
-        print(f"edge_qkv.bench.depth: {error}", file=sys.stderr)
-        return 2
+    return run(parser, _report, argv)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    with Model(arguments.package, arguments.threads) as model:
+        depths = arguments.depths or sorted({min(depth, model.info.context - 1) for depth in DEPTHS})
+        with Session(model, context=max(depths) + 1) as session:
+            loaded = session.memory()
+            rows = measure(session, depths, max(1, arguments.repeats))
     if arguments.json:
         print(json.dumps({"loaded": loaded, "depths": rows}, indent=2))
-        return 0
+        return
     header = ("depth", "decode", "tokens/s", "cache used", "resident", "anonymous", "peak")
     cells = [
         (
@@ -81,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print(table(cells, header))
     print(f"loaded, before the first token: resident {size(loaded['resident'])}, anonymous {size(loaded['anonymous'])}")
-    return 0
 
 
 if __name__ == "__main__":

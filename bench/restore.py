@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from edge_qkv import EdgeQKVError, Model, Session
+from edge_qkv.bench.common import command_line, run
 from edge_qkv.tables import size, table
 
 DEPTHS = 8
@@ -90,40 +91,32 @@ def _progress(done: int, total: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m edge_qkv.bench.restore",
-        description="Restoring a conversation beside the prefill that it replaces.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    summary = "Restoring a conversation beside the prefill that it replaces."
+    parser = command_line("restore", summary, 5, "measurements of saving and restoring")
     parser.add_argument("package", help="directory written by edge-qkv export")
     parser.add_argument(
         "--tokens", type=int, help=f"length of the conversation; default: {TOKENS:,}, or what the model allows"
     )
-    parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of saving and restoring")
     parser.add_argument("--whole", action="store_true", help="run the whole prefill: minutes for a large model")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    arguments = parser.parse_args(argv)
-    try:
-        with Model(arguments.package, arguments.threads) as model, tempfile.TemporaryDirectory() as folder:
-            limit = model.info.context
-            tokens = min(TOKENS, limit - 1) if arguments.tokens is None else arguments.tokens
-            if not 1 <= tokens <= limit:
-                raise EdgeQKVError(f"--tokens must be from 1 to {limit}, the most this model allows")
-            figures = measure(model, tokens, Path(folder), max(1, arguments.repeats), arguments.whole)
-    except EdgeQKVError as error:
-        print(f"edge_qkv.bench.restore: {error}", file=sys.stderr)
-        return 2
+    return run(parser, _report, argv)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    with Model(arguments.package, arguments.threads) as model, tempfile.TemporaryDirectory() as folder:
+        limit = model.info.context
+        tokens = min(TOKENS, limit - 1) if arguments.tokens is None else arguments.tokens
+        if not 1 <= tokens <= limit:
+            raise EdgeQKVError(f"--tokens must be from 1 to {limit}, the most this model allows")
+        figures = measure(model, tokens, Path(folder), max(1, arguments.repeats), arguments.whole)
     if arguments.json:
         print(json.dumps(figures, indent=2))
-        return 0
+        return
     rows = [
         ("prefill", f"{figures['prefill_seconds']:.1f} s", figures["prefill_measured"]),
         ("save", f"{figures['save_seconds'] * 1e3:.0f} ms", size(figures["snapshot_bytes"])),
         ("restore", f"{figures['restore_seconds'] * 1e3:.1f} ms", f"{figures['prefill_over_restore']:,.0f}x faster"),
     ]
     print(table(rows, (f"{figures['tokens']:,} tokens", "time", "")))
-    return 0
 
 
 if __name__ == "__main__":
