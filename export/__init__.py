@@ -12,7 +12,7 @@ from edge_qkv import files
 from edge_qkv.checkpoints import Checkpoint, read_checkpoint
 from edge_qkv.checks import whole
 from edge_qkv.errors import InputError
-from edge_qkv.export.progress import Progress, silent
+from edge_qkv.export.progress import Progress, quiet, silent
 from edge_qkv.recipe import HELD_TEXT
 
 
@@ -58,8 +58,8 @@ def _onnx(checkpoint: str, output: Path, *, prefill_chunk: int | None = None, **
 def _executorch(checkpoint: str, output: Path, **options) -> dict[str, Any]:
     if importlib.util.find_spec("executorch") is None or importlib.util.find_spec("torchao") is None:
         raise InputError("--target executorch needs ExecuTorch; install it with `pip install 'edge-qkv[executorch]'`")
-    from edge_qkv.export.executorch import export_executorch
-
+    with quiet():
+        from edge_qkv.export.executorch import export_executorch
     return _export(export_executorch, checkpoint, output, **options)
 
 

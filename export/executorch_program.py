@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +14,7 @@ from torch import Tensor, nn
 
 from edge_qkv.config import CACHE_BYTES, ModelConfig
 from edge_qkv.export import operator
+from edge_qkv.export.progress import quiet
 from edge_qkv.model import Decoder
 
 CACHE_DTYPE = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
@@ -146,19 +143,3 @@ def check(program: Any, caches: list[str]) -> None:
                 users[index].append(name)
     wrong = {name: users[index] for name, index in names.items() if users[index] != ["edge_qkv::unified_kv_attention"]}
     assert not wrong, f"caches are touched by other operators: {wrong}"
-
-
-@contextlib.contextmanager
-def quiet():
-    """Lowering warns about its own internals, at length."""
-    loggers = [logging.getLogger(name) for name in ("torch", "executorch", "root", "")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import warnings
 from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
@@ -14,6 +10,7 @@ from torch import Tensor, nn
 
 from edge_qkv.config import ModelConfig
 from edge_qkv.export import onnx_function, operator
+from edge_qkv.export.progress import quiet
 from edge_qkv.model import Decoder
 
 CACHE_DTYPE = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
@@ -111,7 +108,7 @@ def build(decoder: Decoder, cache: str) -> ir.Model:
         "weights": dict.fromkeys(weights),
         "caches": [{2: any_size} for _ in names],
     }
-    with _quiet():
+    with quiet():
         program = torch.onnx.export(
             _WithWeights(decoder).eval(),
             example,
@@ -181,17 +178,3 @@ def _omit_outputs(graph: ir.Graph, config: ModelConfig, cache: str) -> None:
 
 def _without_memory(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype).expand(shape)
-
-
-@contextlib.contextmanager
-def _quiet():
-    """Tracing reports its steps on standard output and warns about its own internals."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        logger = logging.getLogger("torch.onnx")
-        level = logger.level
-        logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            logger.setLevel(level)

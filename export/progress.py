@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator
 
 # (what is being done, units done, units in all); units are bytes of the checkpoint, or 0 of 0 for a step
 # whose length is not known.
@@ -35,3 +39,16 @@ class Bar:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps libraries from reporting their steps on standard output, and from warning about their own internals."""
+    disabled = logging.root.manager.disable
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(disabled)
