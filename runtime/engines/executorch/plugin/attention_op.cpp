@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "core/attention.h"
+#include "core/error.h"
 #include "engines/operator.h"
 
 namespace edge_qkv::et {
@@ -137,11 +138,15 @@ void kernel(KernelRuntimeContext& context, Span<EValue*> arguments) noexcept {
     context.fail(executorch::runtime::Error::Internal);
     return;
   }
-  try {
-    std::string failure = compute(arguments);
-    if (failure.empty()) return;
-    if (call && call->failure) call->failure->swap(failure);
+  const auto fail = [&](const std::string& failure) {
+    if (call && call->failure) *call->failure = failure;
     context.fail(executorch::runtime::Error::InvalidArgument);
+  };
+  try {
+    const std::string failure = compute(arguments);
+    if (!failure.empty()) fail(failure);
+  } catch (const Error& error) {
+    fail(error.what());
   } catch (...) {
     context.fail(executorch::runtime::Error::MemoryAllocationFailed);
   }

@@ -15,6 +15,14 @@ struct RunningCall {
 };
 extern thread_local const RunningCall* running_call;
 
+class CallGuard {
+ public:
+  explicit CallGuard(const RunningCall& call) { running_call = &call; }
+  ~CallGuard() { running_call = nullptr; }
+  CallGuard(const CallGuard&) = delete;
+  CallGuard& operator=(const CallGuard&) = delete;
+};
+
 // Once a process, also where another copy of this library has done it: registering twice would abort.
 void register_attention();
 

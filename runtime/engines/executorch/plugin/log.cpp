@@ -2,11 +2,14 @@
 
 #include <executorch/runtime/platform/platform.h>
 
+#include "core/error.h"
+
 namespace edge_qkv::et {
 namespace {
 
 thread_local std::string* kept = nullptr;  // null: no guard in this thread
 pal_emit_log_message_method passed_on = nullptr;
+pal_abort_method aborted_before = nullptr;
 
 void emit(et_timestamp_t timestamp, et_pal_log_level_t level, const char* file, const char* function,
           size_t line, const char* message, size_t length) {
@@ -18,9 +21,19 @@ void emit(et_timestamp_t timestamp, et_pal_log_level_t level, const char* file, 
   if (serious && kept->empty()) kept->assign(message, length);
 }
 
+// What ExecuTorch asserts of a program is no reason to end the process that tried to load it.
+void stop() {
+  if (!kept) return aborted_before();
+  throw Error(EQKV_ENGINE_FAILED, "ExecuTorch failed: " + first_logged() + ".");
+}
+
 bool install() {
-  passed_on = executorch::runtime::get_pal_impl()->emit_log_message;
-  return executorch::runtime::register_pal(executorch::runtime::PalImpl::create(emit, __FILE__));
+  using executorch::runtime::PalImpl;
+  const PalImpl* before = executorch::runtime::get_pal_impl();
+  passed_on = before->emit_log_message;
+  aborted_before = before->abort;
+  return executorch::runtime::register_pal(
+      PalImpl::create(nullptr, stop, nullptr, nullptr, emit, nullptr, nullptr, __FILE__));
 }
 
 }  // namespace

@@ -5,7 +5,8 @@
 
 namespace edge_qkv::et {
 
-// While one exists, what this thread logs is kept; what others log goes where it went before.
+// While one exists, what this thread logs is kept, and where it would abort, an Error is thrown; what
+// others do goes where it went before.
 class LogGuard {
  public:
   LogGuard();

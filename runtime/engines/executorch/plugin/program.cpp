@@ -209,9 +209,11 @@ void LoadedProgram::forward(const PluginCall& call) {
     check(method_->set_input(runtime::EValue(aten::Tensor(&inputs[i])), i));
   }
   const RunningCall running = {static_cast<size_t>(threads_), call.stop, &failure};
-  running_call = &running;
-  const runtime::Error error = method_->execute();
-  running_call = nullptr;
+  runtime::Error error;
+  {
+    const CallGuard guard(running);
+    error = method_->execute();
+  }
   check(error);
 
   const runtime::EValue& output = method_->get_output(0);
