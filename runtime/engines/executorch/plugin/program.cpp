@@ -208,7 +208,8 @@ void LoadedProgram::forward(const PluginCall& call) {
   for (size_t i = 0; i < kInputs; ++i) {
     check(method_->set_input(runtime::EValue(aten::Tensor(&inputs[i])), i));
   }
-  const RunningCall running = {static_cast<size_t>(threads_), call.stop, &failure};
+  const RunningCall running = {
+      static_cast<size_t>(threads_), call.stop, &failure, call.caches, caches_.size(), &spans_};
   runtime::Error error;
   {
     const CallGuard guard(running);
