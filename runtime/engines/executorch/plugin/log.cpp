@@ -57,4 +57,8 @@ std::string first_logged() {
   return text;
 }
 
+void forget_logged() {
+  if (kept) kept->clear();
+}
+
 }  // namespace edge_qkv::et

@@ -18,4 +18,8 @@ class LogGuard {
 // The first error that was logged since the guard was made, as a part of a sentence; or empty.
 std::string first_logged();
 
+// Forgets it: what is asked of ExecuTorch before a program is loaded may log that something is not
+// there.
+void forget_logged();
+
 }  // namespace edge_qkv::et
