@@ -90,6 +90,11 @@ class Writer {
 void write_calls(Writer* out, size_t plan, std::map<std::string, size_t>* places) {
   std::map<std::string, size_t>& at = *places;
   out->point(plan + 28, at["operator count"] = out->vector({0, 0}));
+  for (size_t i = 0; i < 2; ++i) {
+    const size_t named = at["operator"] = out->table({0});
+    out->point(at["operator count"] + 4 + 4 * i, named);
+    out->point(named + 4, out->text("aten::add"));
+  }
   out->point(plan + 24, at["chain count"] = out->vector({0}));
   const size_t chain = out->table({kAbsent, kAbsent, 0});
   out->point(at["chain count"] + 4, chain);
@@ -412,6 +417,8 @@ TEST(pte_calls, "an ExecuTorch program that calls what it does not name, or jump
   for (const uint32_t other : {2u, 0x7fffffffu, 0xffffffffu}) {
     refused(with(good, at["called"], other), "an operator that it does not name");
   }
+  refused(with(good, vtable(good, at, "operator"), 4 | 8 << 16), "lacks a field");
+  refused(with(good, at["operator count"], 0x7fffffff), "beyond its end");
   refused(with(good, at["operator count"], 1), "an operator that it does not name");
   for (const uint32_t type : {0u, 3u, 4u, 5u, 255u}) {
     refused(with(good, at["call type"], type), "is no call");

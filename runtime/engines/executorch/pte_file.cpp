@@ -26,6 +26,7 @@ constexpr unsigned kName = 0, kValues = 2, kOutputs = 4, kChains = 5,
 constexpr unsigned kInstructions = 2;                  // of Chain
 constexpr unsigned kCallType = 0, kCall = 1;           // of Instruction, a union
 constexpr unsigned kOperator = 0;                      // of KernelCall
+constexpr unsigned kOperatorName = 0;                  // of Operator
 constexpr unsigned kType = 0, kValue = 1;              // of EValue, a union
 constexpr unsigned kText = 0;                          // of String
 constexpr uint8_t kString = 6;                         // of the types in EValue's union
@@ -34,7 +35,7 @@ constexpr uint8_t kKernelCall = 1, kDelegateCall = 2;  // of those in Instructio
 constexpr const char* kPrefix = "edge_qkv.";
 // Far above what an export writes; they bound the work that a file can ask for.
 constexpr uint32_t kMostMethods = 1 << 10;
-constexpr uint32_t kMostInstructions = 1 << 16;
+constexpr uint32_t kMostInstructions = 1 << 16, kMostOperators = 1 << 10;
 constexpr uint32_t kMostTextBytes = 1 << 12;
 // What the signed offsets of a flatbuffer span.
 constexpr uint64_t kMostProgramBytes = (uint64_t{1} << 31) - 1;
@@ -162,10 +163,14 @@ std::string returned_text(const Reader& program, uint64_t plan) {
   return program.text(program.follow(program.field(value, kValue, 4)), kText);
 }
 
-// That `forward` at `plan` does what ExecuTorch does not check: each instruction calls a delegate or one
-// of the operators that are listed. Those that jump and move are in no program of ours.
+// What ExecuTorch does not check of `forward` at `plan`: each instruction calls a delegate or one of the
+// operators that are listed, which have names. Those that jump and move are in no program of ours.
 void check_instructions(const Reader& program, uint64_t plan) {
-  const uint32_t operators = program.vector(plan, kOperators).count;
+  const Reader::Vector operators = program.vector(plan, kOperators);
+  if (operators.count > kMostOperators) program.refuse("it has too many operators");
+  for (uint32_t i = 0; i < operators.count; ++i) {
+    program.text(program.follow(operators.at + uint64_t{4} * i), kOperatorName);
+  }
   const Reader::Vector chains = program.vector(plan, kChains);
   if (chains.count != 1) program.refuse("it has not one chain of instructions");
   const Reader::Vector all = program.vector(program.follow(chains.at), kInstructions);
@@ -176,7 +181,7 @@ void check_instructions(const Reader& program, uint64_t plan) {
     if (type == kDelegateCall) continue;
     if (type != kKernelCall) program.refuse("an instruction is no call");
     const uint64_t at = program.find(program.follow(program.field(instruction, kCall, 4)), kOperator, 4);
-    if ((at ? program.number<uint32_t>(at) : 0) >= operators) {
+    if ((at ? program.number<uint32_t>(at) : 0) >= operators.count) {
       program.refuse("it calls an operator that it does not name");
     }
   }

@@ -24,23 +24,25 @@ void emit(et_timestamp_t timestamp, et_pal_log_level_t level, const char* file, 
 // What ExecuTorch asserts of a program is no reason to end the process that tried to load it.
 void stop() {
   if (!kept) return aborted_before();
-  throw Error(EQKV_ENGINE_FAILED, "ExecuTorch failed: " + first_logged() + ".");
+  const std::string why = first_logged();
+  throw Error(EQKV_ENGINE_FAILED, "ExecuTorch failed: " + (why.empty() ? "it gave up" : why) + ".");
 }
 
-bool install() {
+// ExecuTorch's bindings for Python do the same when they are imported: the last one is heard.
+void install() {
   using executorch::runtime::PalImpl;
   const PalImpl* before = executorch::runtime::get_pal_impl();
+  if (before->emit_log_message == emit) return;
   passed_on = before->emit_log_message;
-  aborted_before = before->abort;
-  return executorch::runtime::register_pal(
+  if (before->abort != stop) aborted_before = before->abort;
+  executorch::runtime::register_pal(
       PalImpl::create(nullptr, stop, nullptr, nullptr, emit, nullptr, nullptr, __FILE__));
 }
 
 }  // namespace
 
 LogGuard::LogGuard() {
-  static const bool installed = install();
-  (void)installed;
+  install();
   kept = new std::string;
 }
 
