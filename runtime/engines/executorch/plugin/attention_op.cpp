@@ -12,8 +12,8 @@
 #include <memory>
 
 #include "core/attention.h"
-#include "core/error.h"
 #include "engines/operator.h"
+#include "log.h"
 
 namespace edge_qkv::et {
 
@@ -168,8 +168,8 @@ void kernel(KernelRuntimeContext& context, Span<EValue*> arguments) noexcept {
   try {
     const std::string failure = compute(arguments);
     if (!failure.empty()) fail(failure);
-  } catch (const Error& error) {
-    fail(error.what());
+  } catch (const Aborted& aborted) {
+    fail(std::string(aborted.what()) + ".");
   } catch (...) {
     context.fail(executorch::runtime::Error::MemoryAllocationFailed);
   }

@@ -2,8 +2,6 @@
 
 #include <executorch/runtime/platform/platform.h>
 
-#include "core/error.h"
-
 namespace edge_qkv::et {
 namespace {
 
@@ -25,7 +23,7 @@ void emit(et_timestamp_t timestamp, et_pal_log_level_t level, const char* file, 
 void stop() {
   if (!kept) return aborted_before();
   const std::string why = first_logged();
-  throw Error(EQKV_ENGINE_FAILED, "ExecuTorch failed: " + (why.empty() ? "it gave up" : why) + ".");
+  throw Aborted(why.empty() ? "it gave up" : why);
 }
 
 // ExecuTorch's bindings for Python do the same when they are imported: the last one is heard.

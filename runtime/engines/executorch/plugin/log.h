@@ -1,11 +1,17 @@
 // What ExecuTorch logs while we call it becomes part of our message, instead of lines on the terminal.
 #pragma once
 
+#include <stdexcept>
 #include <string>
 
 namespace edge_qkv::et {
 
-// While one exists, what this thread logs is kept, and where it would abort, an Error is thrown; what
+// Where ExecuTorch would have ended the process; what() is a part of a sentence.
+class Aborted : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// While one exists, what this thread logs is kept, and where it would abort, Aborted is thrown; what
 // others do goes where it went before.
 class LogGuard {
  public:

@@ -89,8 +89,16 @@ LoadedProgram::LoadedProgram(const PluginRequest& request)
       vocab_size_(request.vocab_size),
       prefill_chunk_(request.prefill_chunk),
       threads_(request.threads) {
+  try {
+    load(request.packed);
+  } catch (const Aborted& aborted) {
+    refuse(path_, aborted.what());
+  }
+}
+
+void LoadedProgram::load(const char* packed) {
   auto loader = executorch::extension::MmapDataLoader::from(
-      request.path, executorch::extension::MmapDataLoader::MlockConfig::NoMlock);
+      path_.c_str(), executorch::extension::MmapDataLoader::MlockConfig::NoMlock);
   if (!loader.ok()) refuse(path_, reason(loader.error()));
   loader_ = std::make_unique<executorch::extension::MmapDataLoader>(std::move(loader.get()));
   auto program =
@@ -99,7 +107,7 @@ LoadedProgram::LoadedProgram(const PluginRequest& request)
   program_ = std::make_unique<runtime::Program>(std::move(program.get()));
   check_interface();
   plan_memory();
-  load_method(request.packed);
+  load_method(packed);
   find_caches();
 }
 
@@ -210,12 +218,12 @@ void LoadedProgram::forward(const PluginCall& call) {
   }
   const RunningCall running = {
       static_cast<size_t>(threads_), call.stop, &failure, call.caches, caches_.size(), &spans_};
-  runtime::Error error;
-  {
+  try {
     const CallGuard guard(running);
-    error = method_->execute();
+    check(method_->execute());
+  } catch (const Aborted& aborted) {
+    throw Error(EQKV_ENGINE_FAILED, std::string("ExecuTorch failed: ") + aborted.what() + ".");
   }
-  check(error);
 
   const runtime::EValue& output = method_->get_output(0);
   const std::vector<int64_t> shape = {1, static_cast<int64_t>(call.logit_rows), vocab_size_};

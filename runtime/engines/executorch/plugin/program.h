@@ -40,6 +40,7 @@ class LoadedProgram {
   void release_pages() const;
 
  private:
+  void load(const char* packed);
   void plan_memory();
   void load_method(const char* packed);
   void check_interface();
