@@ -60,9 +60,10 @@ std::string size_and_sum(const std::string& path) {
 }
 
 std::string read_small(const std::string& path) {
-  const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "re"), std::fclose);
+  const File file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   char buffer[4096];
-  return file ? std::string(buffer, std::fread(buffer, 1, sizeof buffer, file.get())) : "";
+  const ssize_t bytes = file ? read(file.get(), buffer, sizeof buffer) : 0;
+  return bytes > 0 ? std::string(buffer, static_cast<size_t>(bytes)) : "";
 }
 
 bool on_disk(const std::string& path) {
@@ -83,7 +84,9 @@ void remove_folder(const std::string& path) {
     return;
   }
   const bool ours = fstat(descriptor, &status) == 0 && status.st_uid == geteuid();
-  while (const dirent* entry = ours ? readdir(folder) : nullptr) unlinkat(descriptor, entry->d_name, 0);
+  while (const dirent* entry = ours ? readdir(folder) : nullptr) {
+    if (unlinkat(descriptor, entry->d_name, 0) != 0) unlinkat(descriptor, entry->d_name, AT_REMOVEDIR);
+  }
   closedir(folder);
   if (ours) rmdir(path.c_str());
 }

@@ -10,19 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import TINY, write_checkpoint
-from edge_qkv.export import TARGETS
-
 LOADER = Path(__file__).with_name("load_programs.py")
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory) -> Path:
-    pytest.importorskip("executorch.exir", reason="executorch is not installed")
-    folder = tmp_path_factory.mktemp("executorch")
-    checkpoint = write_checkpoint(folder / "checkpoint", TINY)
-    TARGETS["executorch"](str(checkpoint), folder / "tiny", weights="fp32", cache="fp16", parity=False)
-    return folder / "tiny"
 
 
 def _outcomes(package: Path, programs: dict[str, Path]) -> dict[str, tuple[str | None, str | None]]:
@@ -40,20 +28,20 @@ def _is_a_sentence(message: str) -> bool:
     return message.isprintable() and 20 < len(message) < 500 and "Traceback" not in message
 
 
-def test_programs_that_contradict_themselves_are_refused(package, tmp_path):
+def test_programs_that_contradict_themselves_are_refused(tiny_program, tmp_path):
     import programs
 
-    files = programs.written((package / "model.pte").read_bytes(), tmp_path)
-    for name, (first, second) in _outcomes(package, files).items():
+    files = programs.written((tiny_program / "model.pte").read_bytes(), tmp_path)
+    for name, (first, second) in _outcomes(tiny_program, files).items():
         if name in programs.HARMLESS:
             assert first is None and second is None, (name, first)
         else:
             assert first == second and first and _is_a_sentence(first), (name, first, second)
 
 
-def test_damaged_weights_and_cut_off_programs_end_in_a_sentence_or_not_at_all(package, tmp_path):
+def test_damaged_weights_and_cut_off_programs_end_in_a_sentence_or_not_at_all(tiny_program, tmp_path):
     """Damage at random in the weights changes numbers; a program that ends early is refused."""
-    good = (package / "model.pte").read_bytes()
+    good = (tiny_program / "model.pte").read_bytes()
     random.seed(1)
     segments = int.from_bytes(good[24:32], "little")
     files = {}
@@ -66,16 +54,16 @@ def test_damaged_weights_and_cut_off_programs_end_in_a_sentence_or_not_at_all(pa
                 data[random.randrange(segments, len(data))] ^= 1 << random.randrange(8)
         files[f"{'cut' if number % 2 else 'flipped'} {number}"] = tmp_path / str(number)
         (tmp_path / str(number)).write_bytes(data)
-    for name, (first, second) in _outcomes(package, files).items():
+    for name, (first, second) in _outcomes(tiny_program, files).items():
         assert first == second and (first is None or _is_a_sentence(first)), (name, first)
         assert name.startswith("flipped") or first is not None, name
 
 
 @pytest.mark.parametrize("module", ["executorch.runtime", "executorch.kernels.quantized"])
 @pytest.mark.parametrize("first", [True, False])
-def test_the_python_side_of_executorch_lives_in_the_same_process(package, module, first):
+def test_the_python_side_of_executorch_lives_in_the_same_process(tiny_program, module, first):
     """Its libraries register what ours did, or the other way round: neither aborts, and the numbers stay."""
-    ours = f"a = evaluate(Path({str(package)!r}))"
+    ours = f"a = evaluate(Path({str(tiny_program)!r}))"
     script = [
         f"import sys; sys.path.insert(0, {str(LOADER.parent)!r})",
         "from load_programs import *",
