@@ -87,6 +87,17 @@ def _cache(**fields: Any) -> Attack:
     return _on(lambda plan: cache(plan, "kv_0"), **fields)
 
 
+def _rows(count: int) -> Attack:
+    """Every cache, and the description, with another number of rows."""
+
+    def attack(program: Program) -> None:
+        for name in ("kv_0", "kv_1"):
+            cache(forward(program), name).sizes = [1, 1, count, 8]
+        _described(cache_rows=str(count))(program)
+
+    return attack
+
+
 def _named(name: str | None) -> Attack:
     return _on(lambda plan: cache(plan, "kv_1").extra_tensor_info, fully_qualified_name=name)
 
@@ -297,6 +308,9 @@ def attacks() -> dict[str, Attack]:
         "a cache under another name": _named("kv_2"),
         "a cache twice": _named("kv_0"),
         "a cache without a name": _named(None),
+        "caches of no whole pages": _rows(97),
+        "caches of 2^31 rows": _rows(2**31 - 8192),
+        "caches of fewer rows than positions": _rows(95),
         "a cache that is a constant": _cache(data_buffer_idx=1),
     }
     operators = {
@@ -369,6 +383,7 @@ def attacks() -> dict[str, Attack]:
 # What these compute is defined, or garbage within the session's memory.
 HARMLESS = {
     "a buffer of 2^39 bytes",  # address space alone
+    "caches of 2^31 rows",  # as well
     "a cache that is planned",  # and has a place of its own before each call
     "a value cache that is the cache",
 }
