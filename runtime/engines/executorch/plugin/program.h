@@ -33,7 +33,7 @@ class PlannedBuffer {
 
 // Throws Error. What a file says is checked by pte_file.h, by ExecuTorch's loader, here and by our
 // operator. What ExecuTorch's own operators and XNNPACK do with tensors that contradict each other is
-// not: about one program in a thousand with a random error before its weights still ends the process.
+// not: about one program in two thousand with random damage still ends the process.
 class LoadedProgram {
  public:
   explicit LoadedProgram(const PluginRequest& request);
