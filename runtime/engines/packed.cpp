@@ -7,12 +7,14 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 
+#include "core/checksum.h"
 #include "core/error.h"
 #include "core/file.h"
 #include "processor.h"
@@ -22,25 +24,46 @@ namespace {
 
 constexpr const char* kMarker = "packed.txt";
 constexpr const char* kUnfinished = ".packing-";  // beginning of the name of a directory being written
+// Engines believe what a file says of itself, and where: an index at its end (XNNPACK) or a graph (ONNX
+// Runtime). That much is compared on every load; the weights before it can be wrong and lead nowhere.
+constexpr uint64_t kCheckedBytes = 1 << 20;
 
 [[noreturn]] void refuse(const std::string& directory, const std::string& why) {
   throw Error(EQKV_INVALID_ARGUMENT, directory + ": the packed weights cannot be written there (" + why +
                                          "); choose another directory or load the model without.");
 }
 
-// FNV-1a: names a directory; what it stands for is compared in full.
-std::string hash(const std::string& text) {
-  uint64_t value = 0xcbf29ce484222325;
-  for (const unsigned char c : text) value = (value ^ c) * 0x100000001b3;
+std::string hexadecimal(uint64_t value) {
   char digits[17];
   std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(value));
   return digits;
 }
 
+// FNV-1a: names a directory; what it stands for is compared in full.
+std::string hash(const std::string& text) {
+  uint64_t value = 0xcbf29ce484222325;
+  for (const unsigned char c : text) value = (value ^ c) * 0x100000001b3;
+  return hexadecimal(value);
+}
+
+// Size of the file, and the checksum of its end; empty for what is no file or cannot be read.
+std::string size_and_sum(const std::string& path) {
+  struct stat status = {};
+  const File file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // of a pipe, without waiting
+  if (!file || fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode)) return "";
+  const uint64_t bytes = static_cast<uint64_t>(status.st_size), checked = std::min(bytes, kCheckedBytes);
+  std::string end(checked, '\0');
+  if (!read_all(file, &end[0], checked, bytes - checked)) return "";
+  Checksum sum;
+  sum.add(end.data(), end.size());
+  return std::to_string(bytes) + " " + hexadecimal(sum.value());
+}
+
 std::string read_small(const std::string& path) {
-  const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "re"), std::fclose);
+  const File file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   char buffer[4096];
-  return file ? std::string(buffer, std::fread(buffer, 1, sizeof buffer, file.get())) : "";
+  const ssize_t bytes = file ? read(file.get(), buffer, sizeof buffer) : 0;
+  return bytes > 0 ? std::string(buffer, static_cast<size_t>(bytes)) : "";
 }
 
 bool on_disk(const std::string& path) {
@@ -61,7 +84,9 @@ void remove_folder(const std::string& path) {
     return;
   }
   const bool ours = fstat(descriptor, &status) == 0 && status.st_uid == geteuid();
-  while (const dirent* entry = ours ? readdir(folder) : nullptr) unlinkat(descriptor, entry->d_name, 0);
+  while (const dirent* entry = ours ? readdir(folder) : nullptr) {
+    if (unlinkat(descriptor, entry->d_name, 0) != 0) unlinkat(descriptor, entry->d_name, AT_REMOVEDIR);
+  }
   closedir(folder);
   if (ours) rmdir(path.c_str());
 }
@@ -110,7 +135,7 @@ PackedWeights::PackedWeights(const std::string& directory, const ModelInfo& info
                              const std::string& engine, const std::vector<std::string>& files)
     : directory_(directory),
       files_(files),
-      maker_("edge-qkv packed weights 1\nmodel " + info.fingerprint + "\n" + engine + "\nprocessor " +
+      maker_("edge-qkv packed weights 2\nmodel " + info.fingerprint + "\n" + engine + "\nprocessor " +
              processor_name() + "\n"),
       final_(directory + "/" + name_of(info) + hash(maker_)) {}
 
@@ -126,9 +151,9 @@ bool PackedWeights::any(const std::string& directory, const ModelInfo& info) {
 std::string PackedWeights::described(const std::string& folder) const {
   std::string text = maker_;
   for (const std::string& name : files_) {
-    struct stat status = {};
-    if (stat((folder + "/" + name).c_str(), &status) != 0 || !S_ISREG(status.st_mode)) return "";
-    text += name + " " + std::to_string(status.st_size) + "\n";
+    const std::string facts = size_and_sum(folder + "/" + name);
+    if (facts.empty()) return "";
+    text += name + " " + facts + "\n";
   }
   return text;
 }

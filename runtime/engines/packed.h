@@ -5,6 +5,8 @@
 // The directory that a user names holds a directory for each model, version of an engine and processor:
 //   packed-FINGERPRINT-HASH/...         the engine's files
 //                           packed.txt  written last: what it was made of and by, and the files' sizes
+//                           and
+//                                       the checksums of their ends
 //   .lock                               held while one is written
 #pragma once
 
@@ -26,7 +28,8 @@ class PackedWeights {
   // Whether `directory` holds anything for a model, for whatever runtime and processor.
   static bool any(const std::string& directory, const ModelInfo& info);
 
-  // Path of the first file, where all is there and has the sizes it was written with; else empty.
+  // Path of the first file, where all is there and, as far as the marker tells, as it was written; else
+  // empty. The marker tells damage, not malice: who can write there can make an engine read anywhere.
   std::string find() const;
 
   // Calls write(path) to write the first file to `path` and the others beside it, in a directory that
@@ -40,7 +43,7 @@ class PackedWeights {
 
   const std::string directory_;
   const std::vector<std::string> files_;
-  const std::string maker_;  // lines of the marker before the sizes
+  const std::string maker_;  // lines of the marker before those of the files
   const std::string final_;  // the directory of this model
 };
 

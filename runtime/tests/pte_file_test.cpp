@@ -24,8 +24,9 @@ using test::write_file;
 
 namespace {
 
-constexpr uint32_t kAbsent = UINT32_MAX;  // of a table's fields
-constexpr uint32_t kString = 6;           // in EValue's union
+constexpr uint32_t kAbsent = UINT32_MAX;                // of a table's fields
+constexpr uint32_t kString = 6;                         // in EValue's union
+constexpr uint32_t kKernelCall = 1, kDelegateCall = 2;  // in Instruction's
 constexpr size_t kProgramSize = 16, kSegmentBase = 24, kSegmentBytes = 32;
 const std::string kWeights(64, '\xee');
 
@@ -84,6 +85,31 @@ class Writer {
   void point(size_t from, size_t to) { put(&bytes, from, static_cast<uint32_t>(to - from)); }
 };
 
+// The instructions of a method at `plan`: a call of the first of 2 operators, one of the second, and one
+// of a delegate.
+void write_calls(Writer* out, size_t plan, std::map<std::string, size_t>* places) {
+  std::map<std::string, size_t>& at = *places;
+  out->point(plan + 28, at["operator count"] = out->vector({0, 0}));
+  for (size_t i = 0; i < 2; ++i) {
+    const size_t named = at["operator"] = out->table({0});
+    out->point(at["operator count"] + 4 + 4 * i, named);
+    out->point(named + 4, out->text("aten::add"));
+  }
+  out->point(plan + 24, at["chain count"] = out->vector({0}));
+  const size_t chain = out->table({kAbsent, kAbsent, 0});
+  out->point(at["chain count"] + 4, chain);
+  at["instructions"] = chain + 12;
+  out->point(at["instructions"], at["instruction count"] = out->vector({0, 0, 0}));
+  const uint32_t operators[] = {kAbsent, 1};  // 0 is the default, which is not written
+  for (size_t i = 0; i < 3; ++i) {
+    const size_t instruction = out->table({i < 2 ? kKernelCall : kDelegateCall, 0});
+    out->point(at["instruction count"] + 4 + 4 * i, instruction);
+    const size_t call = out->table({i < 2 ? operators[i] : 7});
+    out->point(instruction + 8, call);
+    if (i == 1) at["call type"] = instruction + 4, at["call"] = instruction + 8, at["called"] = call + 4;
+  }
+}
+
 using Methods = std::vector<std::pair<std::string, std::string>>;
 // Where the parts of the last method lie; 4-byte words all.
 using Places = std::map<std::string, size_t>;
@@ -101,8 +127,9 @@ std::string program(const Methods& methods, Places* places = nullptr) {
   out.point(at["plans"], at["plan count"]);
   for (size_t i = 0; i < methods.size(); ++i) {
     at["plan offset"] = at["plan count"] + 4 + 4 * i;
-    const size_t plan = at["plan"] = out.table({0, kAbsent, 0, kAbsent, 0});
+    const size_t plan = at["plan"] = out.table({0, kAbsent, 0, kAbsent, 0, 0, 0});
     out.point(at["plan offset"], plan);
+    if (methods[i].first == "forward") write_calls(&out, plan, &at);
     at["name"] = plan + 4;
     out.point(plan + 4, at["name length"] = out.text(methods[i].first));
     at["values"] = plan + 12;
@@ -382,6 +409,25 @@ TEST(pte_lengths, "lengths of an ExecuTorch program's vectors and texts that lie
   refused(with(whole, at["text length"], 3), "no valid end");  // a zero inside it
   refused(with(whole, at["text length"], 4), "beyond its end");
   refused(with(whole, at["text length"] + 4, 0x20202020), "no valid end");
+}
+
+TEST(pte_calls, "an ExecuTorch program that calls what it does not name, or jumps, is refused") {
+  Places at;
+  const std::string good = sound(&at);
+  for (const uint32_t other : {2u, 0x7fffffffu, 0xffffffffu}) {
+    refused(with(good, at["called"], other), "an operator that it does not name");
+  }
+  refused(with(good, vtable(good, at, "operator"), 4 | 8 << 16), "lacks a field");
+  refused(with(good, at["operator count"], 0x7fffffff), "beyond its end");
+  refused(with(good, at["operator count"], 1), "an operator that it does not name");
+  for (const uint32_t type : {0u, 3u, 4u, 5u, 255u}) {
+    refused(with(good, at["call type"], type), "is no call");
+  }
+  refused(with(good, at["call"], 0x7fffffff), "beyond its end");
+  refused(with(good, at["instructions"], 0xffffffff), "beyond its end");
+  refused(with(good, at["instruction count"], 0x40000000), "beyond its end");
+  refused(with(good, at["chain count"], 0), "one chain");
+  refused(with(good, at["chain count"], 2), "one chain");
 }
 
 TEST(pte_methods, "an ExecuTorch program without forward, or with a method twice, is refused") {

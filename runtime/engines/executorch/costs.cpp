@@ -1,5 +1,7 @@
 #include "costs.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 
 namespace edge_qkv::et {
@@ -21,7 +23,7 @@ constexpr uint64_t kStructures = 500 * kKB, kStructuresPerLayer = 20 * kKB,
 constexpr uint64_t kWidths = 5, kQuartersOfMlp = 1, kHalvesOfHeads = 5;
 constexpr uint64_t kMargin = 5 * kMB, kMarginShare = 50;
 // XNNPACK's packing puts a sum and a bias beside the scale of a row.
-constexpr uint64_t kPackedBytesPerRow = 8;
+constexpr uint64_t kPackedBytesPerRow = 8, kPaddingShare = 16;
 
 // Layers of 4 bits have a bf16 scale a group, what has 8 bits a float32 scale a row, and an embedding of
 // 4 bits, where its width allows it, a float32 scale a group.
@@ -87,7 +89,12 @@ PlanModel in_int4(const PlanModel& m) {
 const PlanEngine kPlanEngine = {costs, in_int4, true};
 
 uint64_t packed_file_bytes(const PlanModel& model) {
-  return model.table_bytes + model.matrix_bytes + repacked_bytes(model);
+  // Each matrix begins a page, after the padding of its rows. Where the disk fills up below a mapped
+  // file, the process ends: more is asked for than is needed.
+  const PlanModel& m = model;
+  const int64_t matrices = m.cache.layers * (2 + m.cache.caches + m.mlp_matrices) + 1;
+  const uint64_t repacked = repacked_bytes(m), page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  return repacked + repacked / kPaddingShare + 2 * page * static_cast<uint64_t>(matrices);
 }
 
 }  // namespace edge_qkv::et

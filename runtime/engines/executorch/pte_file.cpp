@@ -20,15 +20,22 @@ constexpr uint64_t kHeaderSize = 12, kProgramSize = 16, kSegmentBase = 24, kSegm
 constexpr uint32_t kHeaderBytes = 32;
 
 // Places of fields in the tables of program.fbs.
-constexpr unsigned kPlans = 1;                            // of Program
-constexpr unsigned kName = 0, kValues = 2, kOutputs = 4;  // of ExecutionPlan
-constexpr unsigned kType = 0, kValue = 1;                 // of EValue, a union
-constexpr unsigned kText = 0;                             // of String
-constexpr uint8_t kString = 6;                            // of the types in the union
+constexpr unsigned kPlans = 1;  // of Program
+constexpr unsigned kName = 0, kValues = 2, kOutputs = 4, kChains = 5,
+                   kOperators = 6;                     // of ExecutionPlan
+constexpr unsigned kInstructions = 2;                  // of Chain
+constexpr unsigned kCallType = 0, kCall = 1;           // of Instruction, a union
+constexpr unsigned kOperator = 0;                      // of KernelCall
+constexpr unsigned kOperatorName = 0;                  // of Operator
+constexpr unsigned kType = 0, kValue = 1;              // of EValue, a union
+constexpr unsigned kText = 0;                          // of String
+constexpr uint8_t kString = 6;                         // of the types in EValue's union
+constexpr uint8_t kKernelCall = 1, kDelegateCall = 2;  // of those in Instruction's
 
 constexpr const char* kPrefix = "edge_qkv.";
 // Far above what an export writes; they bound the work that a file can ask for.
 constexpr uint32_t kMostMethods = 1 << 10;
+constexpr uint32_t kMostInstructions = 1 << 16, kMostOperators = 1 << 10;
 constexpr uint32_t kMostTextBytes = 1 << 12;
 // What the signed offsets of a flatbuffer span.
 constexpr uint64_t kMostProgramBytes = (uint64_t{1} << 31) - 1;
@@ -71,9 +78,8 @@ class Reader {
     return at + offset;
   }
 
-  // The position of a field of `size` bytes of the table at `table`. Every field that is asked for is
-  // one that a program of ours has.
-  uint64_t field(uint64_t table, unsigned place, uint64_t size) const {
+  // The position of a field of `size` bytes of the table at `table`; 0 where the table lacks it.
+  uint64_t find(uint64_t table, unsigned place, uint64_t size) const {
     const int64_t signed_vtable =
         static_cast<int64_t>(table) - static_cast<int32_t>(number<uint32_t>(table));
     if (signed_vtable < 0) refuse("a table's layout lies before its start");
@@ -86,9 +92,16 @@ class Reader {
       refuse("a table has no valid size");
     }
     const uint64_t offset = entry + 2 <= vtable_size ? number<uint16_t>(vtable + entry) : 0;
-    if (offset == 0) refuse("a table lacks a field");
+    if (offset == 0) return 0;
     if (offset < 4 || offset + size > table_size) refuse("a field lies outside its table");
     return table + offset;
+  }
+
+  // Of one that a program of ours has.
+  uint64_t field(uint64_t table, unsigned place, uint64_t size) const {
+    const uint64_t at = find(table, place, size);
+    if (at == 0) refuse("a table lacks a field");
+    return at;
   }
 
   struct Vector {
@@ -150,6 +163,30 @@ std::string returned_text(const Reader& program, uint64_t plan) {
   return program.text(program.follow(program.field(value, kValue, 4)), kText);
 }
 
+// What ExecuTorch does not check of `forward` at `plan`: each instruction calls a delegate or one of the
+// operators that are listed, which have names. Those that jump and move are in no program of ours.
+void check_instructions(const Reader& program, uint64_t plan) {
+  const Reader::Vector operators = program.vector(plan, kOperators);
+  if (operators.count > kMostOperators) program.refuse("it has too many operators");
+  for (uint32_t i = 0; i < operators.count; ++i) {
+    program.text(program.follow(operators.at + uint64_t{4} * i), kOperatorName);
+  }
+  const Reader::Vector chains = program.vector(plan, kChains);
+  if (chains.count != 1) program.refuse("it has not one chain of instructions");
+  const Reader::Vector all = program.vector(program.follow(chains.at), kInstructions);
+  if (all.count > kMostInstructions) program.refuse("it has too many instructions");
+  for (uint32_t i = 0; i < all.count; ++i) {
+    const uint64_t instruction = program.follow(all.at + uint64_t{4} * i);
+    const uint8_t type = program.number<uint8_t>(program.field(instruction, kCallType, 1));
+    if (type == kDelegateCall) continue;
+    if (type != kKernelCall) program.refuse("an instruction is no call");
+    const uint64_t at = program.find(program.follow(program.field(instruction, kCall, 4)), kOperator, 4);
+    if ((at ? program.number<uint32_t>(at) : 0) >= operators.count) {
+      program.refuse("it calls an operator that it does not name");
+    }
+  }
+}
+
 }  // namespace
 
 PteFile read_pte_file(const std::string& path) {
@@ -168,6 +205,7 @@ PteFile read_pte_file(const std::string& path) {
     const uint64_t plan = program.follow(plans.at + uint64_t{4} * i);
     const std::string name = program.text(plan, kName);
     if (!names.insert(name).second) program.refuse("two of its methods have the same name");
+    if (name == "forward") check_instructions(program, plan);
     if (name.rfind(kPrefix, 0) == 0) {
       found.metadata[name.substr(std::strlen(kPrefix))] = returned_text(program, plan);
     }

@@ -5,12 +5,15 @@
 #include <executorch/runtime/kernel/operator_registry.h>
 #include <executorch/runtime/kernel/thread_parallel_interface.h>
 
+#include <algorithm>
 #include <climits>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 
 #include "core/attention.h"
 #include "engines/operator.h"
+#include "log.h"
 
 namespace edge_qkv::et {
 
@@ -98,6 +101,19 @@ void parallel_for(void* context, void (*fn)(void*, size_t), size_t count, void* 
   }
 }
 
+bool is_cache(const RunningCall& call, const OperatorTensor& tensor) {
+  std::byte* const* end = call.caches + call.cache_count;
+  return !tensor.present || std::find(call.caches, end, tensor.data) != end;
+}
+
+bool is_planned(const RunningCall& call, const Tensor& tensor) {
+  const auto* data = static_cast<const uint8_t*>(tensor.const_data_ptr());
+  return std::any_of(call.planned->begin(), call.planned->end(), [&](const Span<uint8_t>& buffer) {
+    return std::less_equal<>()(buffer.data(), data) &&
+           std::less<>()(data, buffer.data() + buffer.size());
+  });
+}
+
 // One sentence, or empty.
 std::string compute(const Span<EValue*>& arguments) {
   AttentionParams params;
@@ -120,6 +136,14 @@ std::string compute(const Span<EValue*>& arguments) {
   }
   params.output = out.mutable_data_ptr<float>();
   if (const char* unsound = attention_error(params)) return unsound;
+  if (running_call) {
+    for (const OperatorInput cache : {kCache, kValueCache, kCacheScale, kValueCacheScale}) {
+      if (!is_cache(*running_call, inputs[cache]))
+        return "The attention's cache is none of the session's.";
+    }
+    if (!is_planned(*running_call, out))
+      return "The attention's output is not in the program's buffers.";
+  }
 
   size_t threads = running_call ? running_call->threads
                                 : static_cast<size_t>(executorch::extension::get_thread_count());
@@ -137,11 +161,15 @@ void kernel(KernelRuntimeContext& context, Span<EValue*> arguments) noexcept {
     context.fail(executorch::runtime::Error::Internal);
     return;
   }
-  try {
-    std::string failure = compute(arguments);
-    if (failure.empty()) return;
-    if (call && call->failure) call->failure->swap(failure);
+  const auto fail = [&](const std::string& failure) {
+    if (call && call->failure) *call->failure = failure;
     context.fail(executorch::runtime::Error::InvalidArgument);
+  };
+  try {
+    const std::string failure = compute(arguments);
+    if (!failure.empty()) fail(failure);
+  } catch (const Aborted& aborted) {
+    fail(std::string(aborted.what()) + ".");
   } catch (...) {
     context.fail(executorch::runtime::Error::MemoryAllocationFailed);
   }

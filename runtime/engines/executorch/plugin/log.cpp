@@ -7,6 +7,7 @@ namespace {
 
 thread_local std::string* kept = nullptr;  // null: no guard in this thread
 pal_emit_log_message_method passed_on = nullptr;
+pal_abort_method aborted_before = nullptr;
 
 void emit(et_timestamp_t timestamp, et_pal_log_level_t level, const char* file, const char* function,
           size_t line, const char* message, size_t length) {
@@ -18,16 +19,28 @@ void emit(et_timestamp_t timestamp, et_pal_log_level_t level, const char* file, 
   if (serious && kept->empty()) kept->assign(message, length);
 }
 
-bool install() {
-  passed_on = executorch::runtime::get_pal_impl()->emit_log_message;
-  return executorch::runtime::register_pal(executorch::runtime::PalImpl::create(emit, __FILE__));
+// What ExecuTorch asserts of a program is no reason to end the process that tried to load it.
+void stop() {
+  if (!kept) return aborted_before();
+  const std::string why = first_logged();
+  throw Aborted(why.empty() ? "it gave up" : why);
+}
+
+// ExecuTorch's bindings for Python do the same when they are imported: the last one is heard.
+void install() {
+  using executorch::runtime::PalImpl;
+  const PalImpl* before = executorch::runtime::get_pal_impl();
+  if (before->emit_log_message == emit) return;
+  passed_on = before->emit_log_message;
+  if (before->abort != stop) aborted_before = before->abort;
+  executorch::runtime::register_pal(
+      PalImpl::create(nullptr, stop, nullptr, nullptr, emit, nullptr, nullptr, __FILE__));
 }
 
 }  // namespace
 
 LogGuard::LogGuard() {
-  static const bool installed = install();
-  (void)installed;
+  install();
   kept = new std::string;
 }
 
@@ -42,6 +55,10 @@ std::string first_logged() {
     text.pop_back();
   }
   return text;
+}
+
+void forget_logged() {
+  if (kept) kept->clear();
 }
 
 }  // namespace edge_qkv::et

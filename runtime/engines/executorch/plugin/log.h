@@ -1,11 +1,18 @@
 // What ExecuTorch logs while we call it becomes part of our message, instead of lines on the terminal.
 #pragma once
 
+#include <stdexcept>
 #include <string>
 
 namespace edge_qkv::et {
 
-// While one exists, what this thread logs is kept; what others log goes where it went before.
+// Where ExecuTorch would have ended the process; what() is a part of a sentence.
+class Aborted : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// While one exists, what this thread logs is kept, and where it would abort, Aborted is thrown; what
+// others do goes where it went before.
 class LogGuard {
  public:
   LogGuard();
@@ -16,5 +23,9 @@ class LogGuard {
 
 // The first error that was logged since the guard was made, as a part of a sentence; or empty.
 std::string first_logged();
+
+// Forgets it: what is asked of ExecuTorch before a program is loaded may log that something is not
+// there.
+void forget_logged();
 
 }  // namespace edge_qkv::et

@@ -89,6 +89,7 @@ void start() {
   if (!executorch::runtime::registry_has_op_function("quantized_decomposed::embedding_4bit.out")) {
     dlopen(kQuantizedKernels, RTLD_NOW | RTLD_LOCAL);  // where it is missing, so will the operator be
   }
+  forget_logged();
 }
 
 // A program is compiled for the pool that there is: it cannot change below one that is loaded.

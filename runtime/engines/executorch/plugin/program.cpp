@@ -90,8 +90,16 @@ LoadedProgram::LoadedProgram(const PluginRequest& request)
       prefill_chunk_(request.prefill_chunk),
       threads_(request.threads),
       logits_(static_cast<size_t>(prefill_chunk_ * vocab_size_) * sizeof(float)) {
+  try {
+    load(request.packed);
+  } catch (const Aborted& aborted) {
+    refuse(path_, aborted.what());
+  }
+}
+
+void LoadedProgram::load(const char* packed) {
   auto loader = executorch::extension::MmapDataLoader::from(
-      request.path, executorch::extension::MmapDataLoader::MlockConfig::NoMlock);
+      path_.c_str(), executorch::extension::MmapDataLoader::MlockConfig::NoMlock);
   if (!loader.ok()) refuse(path_, reason(loader.error()));
   loader_ = std::make_unique<executorch::extension::MmapDataLoader>(std::move(loader.get()));
   auto program =
@@ -100,7 +108,7 @@ LoadedProgram::LoadedProgram(const PluginRequest& request)
   program_ = std::make_unique<runtime::Program>(std::move(program.get()));
   check_interface();
   plan_memory();
-  load_method(request.packed);
+  load_method(packed);
   find_caches();
 }
 
@@ -211,11 +219,14 @@ void LoadedProgram::forward(const PluginCall& call) {
   }
   // Room for the most rows that the program can give, whatever was asked for.
   check(method_->set_output_data_ptr(logits_.span().data(), logits_.span().size(), 0));
-  const RunningCall running = {static_cast<size_t>(threads_), call.stop, &failure};
-  running_call = &running;
-  const runtime::Error error = method_->execute();
-  running_call = nullptr;
-  check(error);
+  const RunningCall running = {
+      static_cast<size_t>(threads_), call.stop, &failure, call.caches, caches_.size(), &spans_};
+  try {
+    const CallGuard guard(running);
+    check(method_->execute());
+  } catch (const Aborted& aborted) {
+    throw Error(EQKV_ENGINE_FAILED, std::string("ExecuTorch failed: ") + aborted.what() + ".");
+  }
 
   const runtime::EValue& output = method_->get_output(0);
   const std::vector<int64_t> shape = {1, static_cast<int64_t>(call.logit_rows), vocab_size_};
