@@ -286,7 +286,7 @@ def attacks() -> dict[str, Attack]:
         "logits of another type": _output(scalar_type=kinds["HALF"]),
         "logits of another width": _output(sizes=[1, 96, 1]),
         "logits of another rank": _output(sizes=[96 * 260], dim_order=[0]),
-        "logits that nobody plans": _output(allocation_info=None),
+        "logits that are planned": _output(allocation_info=place),
         "logits of one length": _output(shape_dynamism=static),
         "logits transposed": _output(dim_order=[0, 2, 1]),
         "inputs swapped": _plan(_swap_inputs),
