@@ -384,7 +384,6 @@ def attacks() -> dict[str, Attack]:
 HARMLESS = {
     "a buffer of 2^39 bytes",  # address space alone
     "caches of 2^31 rows",  # as well
-    "a cache that is planned",  # and has a place of its own before each call
     "a value cache that is the cache",
 }
 
