@@ -29,47 +29,51 @@ def _forge(package: Path, **changes) -> None:
     (package / MANIFEST).write_text(json.dumps(manifest))
 
 
-def _half(model: Path, _: Path) -> None:
+# Each makes a sound model file bad; other() is one of the other engine.
+
+
+def _half(model: Path, _) -> None:
     os.truncate(model, model.stat().st_size // 2)
 
 
-def _half_forged(model: Path, _: Path) -> None:
+def _half_forged(model: Path, _) -> None:
     _half(model, _)
     _forge(model.parent)
 
 
-def _text(model: Path, _: Path) -> None:
+def _text(model: Path, _) -> None:
     model.write_bytes(b"once upon a time " * 1000)
     _forge(model.parent)
 
 
-def _foreign(model: Path, other: Path) -> None:
-    shutil.copyfile(other, model)
+def _foreign(model: Path, other) -> None:
+    shutil.copyfile(other(), model)
     _forge(model.parent)
 
 
-def _missing(model: Path, _: Path) -> None:
+def _missing(model: Path, _) -> None:
     model.unlink()
 
 
-def _missing_everywhere(model: Path, _: Path) -> None:
+def _missing_everywhere(model: Path, _) -> None:
     model.rename(model.with_name("model.bin"))
     manifest = json.loads((model.parent / MANIFEST).read_text())
     _forge(model.parent, files={name: facts for name, facts in manifest["files"].items() if name != model.name})
 
 
-def _both(model: Path, other: Path) -> None:
-    shutil.copyfile(other, model.with_name(other.name))
+def _both(model: Path, other) -> None:
+    shutil.copyfile(other(), model.with_name(other().name))
 
 
-def _other_target(model: Path, other: Path) -> None:
-    _forge(model.parent, target={name: target for target, name in MODEL_FILES.items()}[other.name])
+def _other_target(model: Path, _) -> None:
+    (target,) = (OTHER[target] for target, name in MODEL_FILES.items() if name == model.name)
+    _forge(model.parent, target=target)
 
 
-def _both_and_other_target(model: Path, other: Path) -> None:
+def _both_and_other_target(model: Path, other) -> None:
     _both(model, other)
     manifest = json.loads((model.parent / MANIFEST).read_text())
-    _forge(model.parent, files=manifest["files"] | {other.name: {}})
+    _forge(model.parent, files=manifest["files"] | {other().name: {}})
     _other_target(model, other)
 
 
@@ -103,8 +107,7 @@ def _refused(package: Path, words: str) -> None:
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_model_file_is_one_sentence(kind, target, model, random_package):
     change, words = BAD[kind]
-    other = random_package(OTHER[target])[1] / MODEL_FILES[OTHER[target]]
-    change(model, other)
+    change(model, lambda: random_package(OTHER[target])[1] / MODEL_FILES[OTHER[target]])
     _refused(model.parent, words)
 
 
