@@ -106,8 +106,8 @@ def tiny_package(tmp_path_factory, tiny_checkpoint) -> Path:
 
 @pytest.fixture(scope="session")
 def random_package(tmp_path_factory):
-    """random_package(target, config, cache, seed, **options) -> (the eager decoder, its package with fp32 weights),
-    each made once."""
+    """random_package(target, config, cache, seed, chunk, **options) -> (the eager decoder, its package with fp32
+    weights), each made once. chunk: the most tokens of a call, where the file fixes that."""
     from edge_qkv.checkpoints import read_checkpoint
     from edge_qkv.export import TARGETS
 
@@ -117,12 +117,17 @@ def random_package(tmp_path_factory):
         return path, read_checkpoint(str(path)).load()
 
     @functools.cache
-    def make(target: str, config: ModelConfig = TINY, cache: str = "fp32", seed: int = 0, **options):
+    def export(target: str, config: ModelConfig, cache: str, seed: int, options: frozenset):
         needs(target)
         path, decoder = checkpoint(config, seed)
         output = tmp_path_factory.mktemp("random") / target
-        TARGETS[target](str(path), output, **{"weights": "fp32", "cache": cache, "parity": False} | options)
+        TARGETS[target](str(path), output, cache=cache, parity=False, **{"weights": "fp32"} | dict(options))
         return decoder, output
+
+    def make(target: str, config: ModelConfig = TINY, cache: str = "fp32", seed: int = 0, chunk: int = 16, **options):
+        if target == "executorch":
+            options["prefill_chunk"] = chunk
+        return export(target, config, cache, seed, frozenset(options.items()))
 
     return make
 
@@ -140,12 +145,12 @@ def bundled_package(tmp_path_factory, bundled_checkpoint):
     from edge_qkv.export import TARGETS
 
     @functools.cache
-    def package(weights: str, target: str = "onnx") -> tuple[Path, dict]:
+    def export(weights: str, target: str) -> tuple[Path, dict]:
         needs(target)
         output = tmp_path_factory.mktemp("bundled") / weights
         return output, TARGETS[target](str(bundled_checkpoint), output, weights=weights)
 
-    return package
+    return lambda weights, target="onnx": export(weights, target)
 
 
 @pytest.fixture(scope="session")

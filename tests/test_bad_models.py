@@ -148,6 +148,10 @@ def library(tmp_path) -> Path:
     return shutil.copy(_native.library_path(), tmp_path / _native.library_path().name)
 
 
+def _of_executorch(library: Path) -> Path:
+    return library.with_name(library.name.replace("edge_qkv", "edge_qkv_executorch"))
+
+
 def test_without_its_library_it_says_how_to_get_it(random_package, library):
     line = _run(random_package("executorch")[1], library)
     assert (
@@ -155,31 +159,31 @@ def test_without_its_library_it_says_how_to_get_it(random_package, library):
     )
 
 
-@pytest.mark.parametrize(
-    ("version", "words"),
-    [
-        ("0.0.1", "was built with ExecuTorch 0.0.1, and {installed} is installed; install edge-qkv once more"),
-        ("{installed}", "is another library; install the Python package executorch"),
-        (None, "is another library; install the Python package executorch"),
-    ],
-)
-def test_a_library_that_does_not_fit_is_named(random_package, library, version, words):
+VERSION = "const char* eqkv_executorch_version(void) {{ return {0}; }}"
+WRONG = {
+    "of another ExecuTorch": (VERSION.format('"0.0.1"'), "was built with ExecuTorch 0.0.1, and "),
+    "without our function": (VERSION.format("INSTALLED"), "is another library; install the Python package executorch"),
+    "another": ("int nothing;", "is another library; install the Python package executorch"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_library_that_does_not_fit_is_named(random_package, library, kind):
+    package = random_package("executorch")[1]
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")
-    package = random_package("executorch")[1]
-    installed = importlib.metadata.version("executorch")
-    wrong = library.with_name(library.name.replace("edge_qkv", "edge_qkv_executorch"))
-    source = library.with_name("wrong.c")
-    value = "" if version is None else f'"{version.format(installed=installed)}"'
-    source.write_text(f"const char* eqkv_executorch_version(void) {{ return {value}; }}" if value else "int nothing;")
-    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(wrong)], check=True)
+    code, words = WRONG[kind]
+    wrong, source = _of_executorch(library), library.with_name("wrong.c")
+    source.write_text(code)
+    installed = f'-DINSTALLED="{importlib.metadata.version("executorch")}"'
+    subprocess.run([compiler, "-shared", "-fPIC", installed, str(source), "-o", str(wrong)], check=True)
     line = _run(package, library)
-    assert str(wrong) in line and words.format(installed=installed) in line
+    assert str(wrong) in line and words in line and "from its sources (pip install" in line
 
 
 def test_a_library_that_cannot_be_loaded_is_named(random_package, library):
-    wrong = library.with_name(library.name.replace("edge_qkv", "edge_qkv_executorch"))
+    wrong = _of_executorch(library)
     wrong.write_bytes(b"no library " * 100)
     line = _run(random_package("executorch")[1], library)
     assert str(wrong) in line and "install the Python package executorch" in line

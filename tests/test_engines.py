@@ -28,27 +28,21 @@ LONG = replace(TINY, max_positions=4096)  # evaluated whole it takes a good part
 INT4 = {"onnx": "int4", "executorch": "8da4w"}
 
 
-def _export(random_package, target: str, config, cache: str, chunk: int):
-    """(decoder, package); `chunk`: the most tokens of one call, where the file fixes that."""
-    options = {"prefill_chunk": chunk} if target == "executorch" else {}
-    return random_package(target, config, cache, **options)
-
-
 @pytest.fixture(scope="module", params=CASES)
 def case(request, target, random_package):
     """(decoder, package, cache type); a call of the engine takes `CHUNK` tokens at most, if it has a limit."""
     config, cache = CASES[request.param]
-    return *_export(random_package, target, config, cache, CHUNK), cache
+    return *random_package(target, config, cache, chunk=CHUNK), cache
 
 
 @pytest.fixture(scope="module")
 def tiny(target, random_package) -> Path:
-    return _export(random_package, target, *CASES["fp32"], CHUNK)[1]
+    return random_package(target, *CASES["fp32"], chunk=CHUNK)[1]
 
 
 @pytest.fixture(scope="module")
 def long(target, random_package) -> Path:
-    return _export(random_package, target, LONG, "fp16", LONG.max_positions // 2)[1]
+    return random_package(target, LONG, "fp16", chunk=LONG.max_positions // 2)[1]
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +111,7 @@ def test_a_fork_goes_its_own_way(case, ids):
 
 
 def test_a_snapshot_of_the_other_engine_is_refused(random_package, ids, tmp_path):
-    packages = [_export(random_package, target, *CASES["fp32"], CHUNK)[1] for target in ("onnx", "executorch")]
+    packages = [random_package(target, *CASES["fp32"], chunk=CHUNK)[1] for target in ("onnx", "executorch")]
     for package, other in (packages, reversed(packages)):
         with Session(package, CAPACITY) as session:
             session.evaluate(ids[:40])
@@ -218,7 +212,7 @@ def test_sessions_of_a_model_do_not_disturb_each_other(long, ids):
 def test_models_do_not_disturb_each_other(target, long, ids, others, random_package):
     """Of one engine, and of both in one process."""
     other = {"onnx": "executorch", "executorch": "onnx"}[target] if others == "the other" else target
-    packages = [long, _export(random_package, other, *CASES["separate V, int8"], CHUNK)[1]]
+    packages = [long, random_package(other, *CASES["separate V, int8"], chunk=CHUNK)[1]]
     parts = [ids[:600], ids[:CAPACITY]]
     alone = []
     for package, part in zip(packages, parts, strict=True):
@@ -234,7 +228,7 @@ def test_models_do_not_disturb_each_other(target, long, ids, others, random_pack
 def test_models_of_executorch_share_its_threads(random_package, ids):
     """It has one pool for a process; who asks for a single thread does without it."""
     needs("executorch")
-    package = _export(random_package, "executorch", *CASES["fp32"], CHUNK)[1]
+    package = random_package("executorch", *CASES["fp32"], chunk=CHUNK)[1]
     with Model(package, threads=2) as model:
         expected = _conversation(model, ids[:40])
         with pytest.raises(InputError, match=r"one pool of threads .* uses 2, this one asks for 3; .* close that"):

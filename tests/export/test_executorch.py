@@ -25,11 +25,19 @@ from edge_qkv.stored import plan_model, stored_as
 SMALL = replace(TINY, layers=1)
 # Nothing in it is whole groups of 32: neither the width, nor that of the heads, nor that of the MLP.
 ODD = replace(
-    replace(SMALL, width=40, head_dim=12, mlp_width=56, mlp="gelu", positions="learned", tied_head=False),
-    **dict(norm="layernorm", norm_bias=True, attention_bias=True, mlp_bias=True),
+    SMALL,
+    width=40,
+    head_dim=12,
+    mlp_width=56,
+    mlp="gelu",
+    norm="layernorm",
+    positions="learned",
+    tied_head=False,
+    norm_bias=True,
+    attention_bias=True,
+    mlp_bias=True,
 )
-# Of the embedding's 4 bits, and of groups longer than a row.
-WIDE = replace(SMALL, width=64)
+WIDE = replace(SMALL, width=64)  # its embedding has 4 bits, and groups of 64 are longer than some rows
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +89,7 @@ def test_quantised_weights_are_those_of_torchao(random_package, tmp_path, config
 
 
 def test_a_package_for_fewer_tokens_computes_the_same(random_package):
-    decoder, package = random_package("executorch", ODD, capacity=20, prefill_chunk=2)
+    decoder, package = random_package("executorch", ODD, chunk=2, capacity=20)
     expected = expect(decoder, 20)
     opened = Package.open(package)
     assert opened.config.max_positions == 20 and opened.manifest["prefill_chunk"] == 2
@@ -134,7 +142,7 @@ def test_the_plan_knows_the_sizes_before_the_export(bundled_package, weights):
 
 
 def test_equal_exports_have_the_same_fingerprint_and_others_another(random_package, checkpoint, tmp_path):
-    _export(checkpoint, tmp_path / "again", cache="fp32")
+    _export(checkpoint, tmp_path / "again", cache="fp32", prefill_chunk=16)
     packages = [
         random_package("executorch", SMALL)[1],
         tmp_path / "again",
