@@ -54,6 +54,8 @@ def export_executorch(
     weights, how, block = stored_as("executorch", weights, block_size)
     check_cache(cache)
     config = checkpoint.config
+    if config.max_positions < 2:
+        raise InputError(f"--capacity {config.max_positions}: a program has room for at least 2 tokens; give more")
     most = min(MOST_TOKENS_AT_ONCE, config.max_positions)
     chunk = min(DEFAULT_PREFILL_CHUNK, most) if prefill_chunk is None else prefill_chunk
     if not 2 <= chunk <= most:

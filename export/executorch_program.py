@@ -95,7 +95,8 @@ def lower(decoder: Decoder, cache: str, prefill_chunk: int, facts: Mapping[str, 
     A call takes up to `prefill_chunk` tokens. facts: become constant methods, by which the file describes itself.
     """
     program = _Program(decoder, cache).eval()
-    example = (torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.int64), torch.tensor(2), torch.arange(_EXAMPLE_ROWS))
+    tokens, rows = (min(count, prefill_chunk) for count in (_EXAMPLE_TOKENS, _EXAMPLE_ROWS))
+    example = (torch.zeros(1, tokens, dtype=torch.int64), torch.tensor(2), torch.arange(rows))
     sizes = torch.export.Dim("T", min=1, max=prefill_chunk), torch.export.Dim("R", min=1, max=prefill_chunk)
     dynamic = {"input_ids": {1: sizes[0]}, "past": None, "logit_rows": {0: sizes[1]}}
     with quiet(), torch.no_grad():

@@ -61,10 +61,12 @@ def load(checkpoint: Checkpoint, attend: Callable, how: Weights, progress: Progr
     for path, module in decoder.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             tensor = _read(checkpoint, f"{path}.{name}")
+            if not torch.isfinite(tensor).all():
+                raise InputError(f"{path}.{name} holds values that are not finite; the checkpoint is damaged")
             done += tensor.nbytes
             setattr(module, name, nn.Parameter(_fit(tensor, parameter.shape), requires_grad=False))
         if isinstance(module, _STORED):
-            _quantize(path, module, _format(path, how))
+            _quantize(module, _format(path, how))
             progress("Reading weights", min(done, total), total)
     return decoder.eval()
 
@@ -104,9 +106,7 @@ def _fit(tensor: Tensor, shape: torch.Size) -> Tensor:
     return padded
 
 
-def _quantize(path: str, module: nn.Linear | nn.Embedding, format: Format) -> None:
-    if not torch.isfinite(module.weight).all():
-        raise InputError(f"{path}.weight holds values that are not finite; the checkpoint is damaged")
+def _quantize(module: nn.Linear | nn.Embedding, format: Format) -> None:
     if format.is_float(module.weight.shape[1]):
         return
     dtype = {4: torch.int4, 8: torch.int8}[format.bits]

@@ -1,13 +1,16 @@
-"""Models that the tests share: a tiny random one with a tokenizer, and the bundled one."""
+"""Models that the tests share: tiny random ones, one of them with a tokenizer, and the bundled one."""
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 
+from edge_qkv import _native
 from edge_qkv.config import ModelConfig
+from edge_qkv.package import MODEL_FILES
 from native_build import build
 
 TINY = ModelConfig(
@@ -49,6 +52,22 @@ def write_checkpoint(folder: Path, config: ModelConfig, tokenizer=None, seed: in
     return folder
 
 
+def needs(target: str) -> None:
+    """Skips the test where nothing can be exported to a target, or where what is exported cannot be run."""
+    if target == "executorch":
+        for module in ("executorch.exir", "torchao"):
+            pytest.importorskip(module, reason=f"{module.partition('.')[0]} is not installed")
+        if _native.executorch_path() is None:
+            pytest.skip("edge-qkv was built without ExecuTorch")
+
+
+@pytest.fixture(scope="session", params=MODEL_FILES)
+def target(request) -> str:
+    """Each target, and with it each engine."""
+    needs(request.param)
+    return request.param
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_packed_weights_of_the_user(tmp_path_factory):
     """Tests find packed weights only where they have put them."""
@@ -86,6 +105,34 @@ def tiny_package(tmp_path_factory, tiny_checkpoint) -> Path:
 
 
 @pytest.fixture(scope="session")
+def random_package(tmp_path_factory):
+    """random_package(target, config, cache, seed, chunk, **options) -> (the eager decoder, its package with fp32
+    weights), each made once. chunk: the most tokens of a call, where the file fixes that."""
+    from edge_qkv.checkpoints import read_checkpoint
+    from edge_qkv.export import TARGETS
+
+    @functools.cache
+    def checkpoint(config: ModelConfig, seed: int):
+        path = write_checkpoint(tmp_path_factory.mktemp("random") / "checkpoint", config, seed=seed)
+        return path, read_checkpoint(str(path)).load()
+
+    @functools.cache
+    def export(target: str, config: ModelConfig, cache: str, seed: int, options: frozenset):
+        needs(target)
+        path, decoder = checkpoint(config, seed)
+        output = tmp_path_factory.mktemp("random") / target
+        TARGETS[target](str(path), output, cache=cache, parity=False, **{"weights": "fp32"} | dict(options))
+        return decoder, output
+
+    def make(target: str, config: ModelConfig = TINY, cache: str = "fp32", seed: int = 0, chunk: int = 16, **options):
+        if target == "executorch":
+            options["prefill_chunk"] = chunk
+        return export(target, config, cache, seed, frozenset(options.items()))
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def bundled_checkpoint() -> Path:
     from edge_qkv.demo import CHECKPOINT
 
@@ -94,18 +141,16 @@ def bundled_checkpoint() -> Path:
 
 @pytest.fixture(scope="session")
 def bundled_package(tmp_path_factory, bundled_checkpoint):
-    """bundled_package(weights) -> (package, manifest) of the bundled model, exported once a weight type."""
+    """bundled_package(weights, target) -> (package, manifest) of the bundled model, each exported once."""
     from edge_qkv.export import TARGETS
 
-    made: dict[str, tuple[Path, dict]] = {}
+    @functools.cache
+    def export(weights: str, target: str) -> tuple[Path, dict]:
+        needs(target)
+        output = tmp_path_factory.mktemp("bundled") / weights
+        return output, TARGETS[target](str(bundled_checkpoint), output, weights=weights)
 
-    def package(weights: str) -> tuple[Path, dict]:
-        if weights not in made:
-            output = tmp_path_factory.mktemp("bundled") / weights
-            made[weights] = output, TARGETS["onnx"](str(bundled_checkpoint), output, weights=weights)
-        return made[weights]
-
-    return package
+    return lambda weights, target="onnx": export(weights, target)
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import TINY, write_checkpoint
-from edge_qkv import ContextFull, InputError, Model, ModelConfig, Sampling, Session
+from conftest import TINY
+from edge_qkv import ContextFull, InputError, Model, Sampling, Session
 from edge_qkv.attention import rotary_tables, rotate
-from edge_qkv.checkpoints import read_checkpoint
-from edge_qkv.export import TARGETS
 from edge_qkv.model import Decoder
 
 CONTEXT, CHUNK, TOKENS = 40, 8, 200
@@ -26,6 +24,7 @@ CASES = {
     for positions in ("rotary-conjugate", "rotary-on-read", "none")
     for sharing, kv_heads in (("q-k=v", 1), ("qkv", 2))
 }
+LOWERED = ("rotary-conjugate q-k=v x1", "rotary-on-read qkv x2", "none q-k=v x1")  # to ExecuTorch, which takes seconds
 # fp32 sums of at most 100 products in another order, logits of order 10; each drop rotates the rows once more.
 TOLERANCE = 3e-4
 
@@ -33,22 +32,6 @@ TOLERANCE = 3e-4
 @pytest.fixture(scope="module")
 def ids() -> list[int]:
     return torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(4)).tolist()
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """made(config, cache) -> (decoder, package), each exported once."""
-    known: dict = {}
-
-    def make(config: ModelConfig, cache: str = "fp32"):
-        if (config, cache) not in known:
-            folder = tmp_path_factory.mktemp("overflow")
-            checkpoint = write_checkpoint(folder / "checkpoint", config)
-            TARGETS["onnx"](str(checkpoint), folder / "package", weights="fp32", cache=cache, parity=False)
-            known[config, cache] = read_checkpoint(str(checkpoint)).load(), folder / "package"
-        return known[config, cache]
-
-    return make
 
 
 def _dropped(policy: dict, length: int, more: int) -> tuple[int, int]:
@@ -91,9 +74,11 @@ def _expected(decoder: Decoder, tokens: list[int], policy: dict) -> tuple[np.nda
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", CASES)
-def test_a_full_context_goes_on_like_the_decoder(made, ids, case, policy):
-    decoder, package = made(replace(TINY, max_positions=CONTEXT, **CASES[case]))
+@pytest.mark.parametrize(
+    ("target", "case"), [*(("onnx", case) for case in CASES), *(("executorch", case) for case in LOWERED)]
+)
+def test_a_full_context_goes_on_like_the_decoder(random_package, ids, target, case, policy):
+    decoder, package = random_package(target, replace(TINY, max_positions=CONTEXT, **CASES[case]))
     expected, dropped = _expected(decoder, ids, POLICIES[policy])
     assert dropped > 2 * CONTEXT
     with Session(package, context=CONTEXT, prefill_chunk=CHUNK, **POLICIES[policy]) as session:
@@ -105,9 +90,9 @@ def test_a_full_context_goes_on_like_the_decoder(made, ids, case, policy):
 
 
 @pytest.mark.parametrize("positions", ["rotary-conjugate", "rotary-on-read", "none"])
-def test_dropping_what_no_query_sees_changes_nothing(made, ids, positions):
+def test_dropping_what_no_query_sees_changes_nothing(random_package, ids, positions):
     """A model that looks back 16 tokens writes in a context of 40 what it writes in one that holds everything."""
-    decoder, package = made(replace(TINY, max_positions=TOKENS, positions=positions, window=16))
+    decoder, package = random_package("onnx", replace(TINY, max_positions=TOKENS, positions=positions, window=16))
     with torch.no_grad():
         expected = decoder(torch.tensor([ids]))[0][0].numpy()
     options = dict(overflow="window", sinks=0, window=16)
@@ -117,10 +102,10 @@ def test_dropping_what_no_query_sees_changes_nothing(made, ids, positions):
 
 
 @pytest.mark.parametrize("cache", ["fp16", "int8"])
-def test_moved_rows_stay_close_in_a_rounded_cache(made, ids, cache):
+def test_moved_rows_stay_close_in_a_rounded_cache(random_package, ids, cache):
     """A row that moves is rounded again: logits differ by a few roundings, not by a position."""
     config = replace(TINY, max_positions=CONTEXT)
-    decoder, package = made(config, cache)
+    decoder, package = random_package("onnx", config, cache)
     expected, _ = _expected(decoder, ids, POLICIES["window"])
     with Session(package, context=CONTEXT, prefill_chunk=CHUNK, **POLICIES["window"]) as session:
         error = np.abs(session.score(ids) - expected)
@@ -129,8 +114,8 @@ def test_moved_rows_stay_close_in_a_rounded_cache(made, ids, cache):
     assert error.mean() < {"fp16": 0.004, "int8": 0.06}[cache]
 
 
-def test_generation_goes_on_past_the_context(made, ids):
-    _, package = made(replace(TINY, max_positions=CONTEXT))
+def test_generation_goes_on_past_the_context(random_package, ids):
+    _, package = random_package("onnx", replace(TINY, max_positions=CONTEXT))
     with Session(package, context=CONTEXT, prefill_chunk=CHUNK, overflow="shift") as session:
         written = list(session.generate_tokens(ids[:30], 100, Sampling(temperature=0)))
         assert len(written) == 100 == len(session.generated)
@@ -139,8 +124,8 @@ def test_generation_goes_on_past_the_context(made, ids):
         list(strict.generate_tokens(ids[:30], 100, Sampling(temperature=0)))
 
 
-def test_dropped_rows_are_gone_after_a_rewind_and_a_new_start(made, ids):
-    decoder, package = made(replace(TINY, max_positions=CONTEXT))
+def test_dropped_rows_are_gone_after_a_rewind_and_a_new_start(random_package, ids):
+    decoder, package = random_package("onnx", replace(TINY, max_positions=CONTEXT))
     with torch.no_grad():
         expected = decoder(torch.tensor([ids[:CONTEXT]]))[0][0].numpy()
     with Session(package, context=CONTEXT, prefill_chunk=CHUNK, overflow="shift", block=12) as session:
@@ -149,9 +134,9 @@ def test_dropped_rows_are_gone_after_a_rewind_and_a_new_start(made, ids):
         np.testing.assert_allclose(session.score(ids[:CONTEXT]), expected, atol=TOLERANCE)
 
 
-def test_options_that_cannot_work_are_refused(made):
-    _, package = made(replace(TINY, max_positions=CONTEXT))
-    _, learned = made(replace(TINY, max_positions=CONTEXT, positions="learned"))
+def test_options_that_cannot_work_are_refused(random_package):
+    _, package = random_package("onnx", replace(TINY, max_positions=CONTEXT))
+    _, learned = random_package("onnx", replace(TINY, max_positions=CONTEXT, positions="learned"))
     with pytest.raises(InputError, match="learned positions"):
         Session(learned, context=CONTEXT, overflow="shift")
     with Model(package) as model:
