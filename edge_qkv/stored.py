@@ -13,7 +13,7 @@ BLOCK_SIZES = (32, 64, 128)
 ALIGNMENT = 4096  # of each tensor in the data file of an ONNX model
 INLINE_BELOW = 1024  # bytes; smaller tensors are in the graph
 DEFAULT_BLOCK_SIZE = 128  # of --target onnx; chosen by measurement, see export/onnx.py
-DEFAULT_GROUP_SIZE = 32  # of --target executorch
+DEFAULT_GROUP_SIZE = 64  # of --target executorch; by measurement too, see export/executorch.py
 DEFAULT_PREFILL_CHUNK = 128  # of a target whose files fix the largest chunk
 
 _CHOSEN = -1  # stands for the block size that --block-size gives
@@ -68,6 +68,7 @@ class Target:
     file_bytes: int  # of what is no weight,
     file_bytes_per_layer: int  # and of that in each layer
     prefill_chunk: int = 0  # the most tokens of a call, unless an export is told otherwise; 0: any number
+    pads_mlp: bool = False  # the MLP's inner width is whole blocks, in all of its matrices
 
 
 _FLOAT = Format()
@@ -99,9 +100,10 @@ TARGETS = {
         head_is_embedding=False,
         alignment=16,
         inline_below=0,
-        file_bytes=50_000,  # of the program, estimated
-        file_bytes_per_layer=20_000,
+        file_bytes=5_000,  # of the program, as measured
+        file_bytes_per_layer=11_000,
         prefill_chunk=DEFAULT_PREFILL_CHUNK,
+        pads_mlp=True,
     ),
 }
 # All names that --weights takes; each target refuses those it does not know.
@@ -140,7 +142,9 @@ def plan_model(
     """
     _, stored, block = stored_as(target, weights, block_size)
     known = TARGETS[target]
-    matrices, tables = list(_matrices(config, stored)), list(_tables(config, stored))
+    padding = -config.mlp_width % (stored.layers.block or 1) if known.pads_mlp else 0
+    inside = replace(config, mlp_width=config.mlp_width + padding)
+    matrices, tables = list(_matrices(inside, stored)), list(_tables(inside, stored))
     head = stored.head.sizes(config.vocab_size, config.width)
     shared = config.tied_head and known.head_is_embedding
     on_disk = sum(

@@ -10,9 +10,10 @@ from edge_qkv import pack
 from memory_probe import check, measure
 
 
-@pytest.fixture(scope="module")
-def package(bundled_package) -> Path:
-    return bundled_package("int4")[0]
+@pytest.fixture(scope="module", params=[("onnx", "int4"), ("executorch", "8da4w")], ids=lambda made: made[0])
+def package(request, bundled_package) -> Path:
+    target, weights = request.param
+    return bundled_package(weights, target)[0]
 
 
 @pytest.fixture(scope="module")

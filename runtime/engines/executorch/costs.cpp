@@ -28,7 +28,7 @@ constexpr uint64_t kPackedBytesPerRow = 8, kPaddingShare = 16;
 // Layers of 4 bits have a bf16 scale a group, what has 8 bits a float32 scale a row, and an embedding of
 // 4 bits, where its width allows it, a float32 scale a group.
 constexpr uint64_t kGroupScaleBytes = 2, kRowScaleBytes = 4, kTableGroup = 32, kTableScaleBytes = 4;
-constexpr int kInt4Bits = 4, kDefaultBlock = 32;
+constexpr int kInt4Bits = 4, kDefaultBlock = 64;
 
 // Of all matrices: the head's and, of a layer, query, keys (and values), output and those of the MLP.
 uint64_t matrix_rows(const PlanModel& m) {
