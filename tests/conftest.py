@@ -105,6 +105,17 @@ def tiny_package(tmp_path_factory, tiny_checkpoint) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_program(tmp_path_factory, tiny_checkpoint) -> Path:
+    """The tiny model as an ExecuTorch package with fp32 weights and an fp16 cache."""
+    from edge_qkv.export import TARGETS
+
+    needs("executorch")
+    output = tmp_path_factory.mktemp("program") / "tiny"
+    TARGETS["executorch"](str(tiny_checkpoint), output, weights="fp32", cache="fp16", parity=False)
+    return output
+
+
+@pytest.fixture(scope="session")
 def random_package(tmp_path_factory):
     """random_package(target, config, cache, seed, chunk, **options) -> (the eager decoder, its package with fp32
     weights), each made once. chunk: the most tokens of a call, where the file fixes that."""

@@ -1,4 +1,4 @@
-"""Published sizes: 1.2B Q-MQA with random int4 weights at both ends of 32k, and files beyond 2 GiB.
+"""Published sizes: 1.2B Q-MQA with random int4 weights at both ends of 32k for both engines, and files beyond 2 GiB.
 
 A few minutes and up to 3 GB of disk; at 1.2B each step runs in a process of its own, whose peak memory it prints.
 """
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import needs
 from edge_qkv import ContextFull, ModelConfig, Session, pack
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.export import TARGETS
@@ -27,7 +28,7 @@ EXPORT = """
 import json, sys
 from pathlib import Path
 from edge_qkv.export import TARGETS
-TARGETS["onnx"]("random:1.2B/Q-MQA", Path(sys.argv[1]), weights="int4", parity=False)
+TARGETS[sys.argv[2]]("random:1.2B/Q-MQA", Path(sys.argv[1]), weights="int4", parity=False)
 peak = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
 print(json.dumps({"peak": int(peak.split()[1]) * 1024}))
 """
@@ -42,7 +43,7 @@ def _json(*command: object) -> dict:
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large") / "1.2B-Q-MQA"
-    peak = _json("-c", EXPORT, folder)["peak"]
+    peak = _json("-c", EXPORT, folder, "onnx")["peak"]
     print(f"\nexport: peak memory {peak:,} bytes")
     # The fp32 weights are 4.4 GB; one at a time, with the exporter's libraries, is a fraction of that.
     assert peak < 2.5e9
@@ -107,6 +108,33 @@ def test_restoring_replaces_a_prefill(package, capsys):
         saved = f"{figures['snapshot_bytes']:,} bytes in {restore * 1e3:.0f} ms"
         print(f"\n1.2B Q-MQA int4: 32,767 tokens restored from {saved}, a prefill takes {prefill:.0f} s")
     assert 0 < figures["snapshot_bytes"] - CACHE_BYTES < 1e6  # tokens, logits, and less than a page a layer
+
+
+def test_executorch_beside_onnxruntime(package, packed, tmp_path, capsys):
+    """Exported for ExecuTorch with room for 32k, and measured beside ONNX Runtime in one run."""
+    needs("executorch")
+    lean = tmp_path / "executorch"
+    peak = _json("-c", EXPORT, lean, "executorch")["peak"]
+    assert peak < 6e9  # weights as a byte each, 1.2 GB, and what the libraries make of them
+    bench = "-m", "edge_qkv.bench.engines", package, lean, "--packed", packed, "--repeats", 1, "--json"
+    figures = _json(*bench)
+    with capsys.disabled():
+        print(f"\n1.2B Q-MQA for ExecuTorch: exported with a peak of {peak:,} bytes")
+        for column in figures["columns"]:
+            values = {name: round(found["median"], 1) for name, found in column["figures"].items()}
+            print(f"{column['engine']}, {column['weights']}, packed {column['packed']}: {values}")
+    for column in figures["columns"]:
+        found = {name: figure["median"] for name, figure in column["figures"].items()}
+        assert found["cache_bytes"] == CACHE_BYTES
+        if column["packed"] and column["engine"].startswith("executorch"):
+            assert found["full_anonymous"] < CACHE_BYTES + 25e6
+            assert found["loaded_anonymous"] < 5e6
+    with Session(lean, context=CONTEXT, verify=False) as session:
+        session.fill(CONTEXT - 1)
+        session.evaluate([11])
+        assert np.isfinite(session.logits()).all() and session.logits().std() > 0.01
+    check(measure(lean, CONTEXT, packed))
+    shutil.rmtree(lean)
 
 
 def test_more_than_2_gib_exports_and_runs(tmp_path):
