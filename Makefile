@@ -2,7 +2,7 @@
 PYTHON ?= python3
 # One exact release: it comes as a CPU build where the index has one, and is what the project is tested with.
 TORCH ?= torch==2.13.0
-# What a library of ours is compiled against has to be there first.
+# Before edge-qkv itself: one of its libraries is compiled against it.
 EXECUTORCH ?= executorch==1.5.1 torchao==0.18.0
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,11 +38,14 @@ $(VENV)/bin/python:
 $(VENV)/torch: $(VENV)/bin/python
 	@echo "installing PyTorch and the exporter's libraries into $(VENV); the first time takes minutes"
 	$(BIN)/python -m pip install --quiet $(TORCH)
+	@touch $@
+
+$(VENV)/executorch: $(VENV)/torch
 	$(BIN)/python -m pip install --quiet $(EXECUTORCH)
 	@touch $@
 
 # Editable: Python sources are used where they are; a change of the native sources installs again.
-$(VENV)/installed: $(VENV)/torch $(SOURCES)
+$(VENV)/installed: $(VENV)/executorch $(SOURCES)
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from edge_qkv import __version__, plan_command, run_command
 from edge_qkv.config import CACHE_BYTES, POSITIONS, QUERY
 from edge_qkv.errors import Cancelled, EdgeQKVError, InputError
-from edge_qkv.stored import BLOCK_SIZES, DEFAULT_PREFILL_CHUNK, WEIGHTS
+from edge_qkv.stored import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, DEFAULT_GROUP_SIZE, DEFAULT_PREFILL_CHUNK, WEIGHTS
 
 _EXAMPLES = """\
 examples:
@@ -182,10 +182,21 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument
     add("checkpoint", help="checkpoint file or directory, or random:PRESET for random weights")
-    add("--target", default="onnx", choices=tuple(TARGETS), help="what to export to")
-    add("--weights", default="int4", choices=WEIGHTS, help="weight type; each target has its own besides int8 and int4")
+    add("--target", default="onnx", choices=tuple(TARGETS), help="engine that is to run the package; default: onnx")
+    add(
+        "--weights",
+        default="int4",
+        choices=WEIGHTS,
+        help="weight type; for executorch int4 is 8da4w and int8 is 8da8w; default: int4",
+    )
     add("--cache", default="fp16", choices=tuple(CACHE_BYTES), help="cache type; fixed at export")
-    add("--block-size", type=int, choices=BLOCK_SIZES, help="weights that share a scale; default: by measurement")
+    add(
+        "--block-size",
+        type=int,
+        choices=BLOCK_SIZES,
+        help="weights that share a scale, in onnx int4 and int8 and executorch 8da4w; default: "
+        f"{DEFAULT_BLOCK_SIZE} and {DEFAULT_GROUP_SIZE}",
+    )
     add(
         "--window",
         type=int,
@@ -200,8 +211,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--prefill-chunk",
         type=int,
         metavar="TOKENS",
-        help="largest number of tokens of one call, where the target's files fix it "
-        f"(executorch; default: {DEFAULT_PREFILL_CHUNK})",
+        help=f"most tokens of one call, which a file for executorch fixes; default: {DEFAULT_PREFILL_CHUNK}",
     )
     add("--output", type=Path, required=True, help="package directory to write; replaced as a whole")
     add("--tokenizer", type=Path, help="tokenizer.json; default: the one beside the checkpoint")

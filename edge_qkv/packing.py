@@ -21,8 +21,8 @@ def pack(package: str | Path, directory: str | Path | None = None, threads: int 
     """Prepares the weights of a package for this processor, in files that models then map: they load faster, and
     their memory is the kernel's to drop.
 
-    Needs about twice the package's size in `directory` (None: `packed_directory()`) and, once, the memory of the
-    weights. Returns the directory; raises `InputError`.
+    Needs about the package's size in `directory` (None: `packed_directory()`), with ONNX Runtime twice that, and once
+    the memory of the weights. Returns the directory; raises `InputError`.
     """
     checked = Package.open(package, verify)
     folder = Path(directory) if directory is not None else packed_directory()

@@ -14,7 +14,7 @@ from edge_qkv.package import Package
 from edge_qkv.planning import Plan, fits, plan, planned_model
 from edge_qkv.presets import VARIANTS, apply_variant
 from edge_qkv.sizes import parse_size, parse_tokens
-from edge_qkv.stored import BLOCK_SIZES, TARGETS, WEIGHTS
+from edge_qkv.stored import BLOCK_SIZES, STORAGE, WEIGHTS
 from edge_qkv.tables import size, table
 
 SUMMARY = "Plan memory: what a model needs at a context, and the longest context that a budget holds."
@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--memory", "--budget", metavar="BYTES", help="budget as 512MB or 1.5GiB; min: the least that is needed")
     add("--context", default="max", metavar="N", help="tokens; max: the longest that the budget holds")
     add("--cache", choices=tuple(CACHE_BYTES), help="cache type; default: the package's, else fp16")
-    add("--target", choices=tuple(TARGETS), help="of a model that is not exported yet; default: onnx")
+    add("--target", choices=tuple(STORAGE), help="of a model that is not exported yet; default: onnx")
     add("--weights", choices=WEIGHTS, help="of a model that is not exported yet; default: int4")
     add("--block-size", type=int, choices=BLOCK_SIZES, help="weights that share a scale; default: the export's")
     add("--prefill-chunk", type=int, default=0, help="prompt tokens evaluated at once; 0: 128, or what the package has")

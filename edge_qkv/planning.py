@@ -19,7 +19,7 @@ from edge_qkv.package import MANIFEST, Package
 from edge_qkv.packing import is_packed
 from edge_qkv.presets import PRESETS, preset
 from edge_qkv.sizes import parse_size
-from edge_qkv.stored import TARGETS, plan_model
+from edge_qkv.stored import STORAGE, plan_model
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,9 @@ def plan(
     memory: the budget, in bytes or as "512MB"; "min" or None: none, the plan then says what the least is.
     context: tokens; "max" or None: the longest that the budget holds, without one the longest the model allows.
     cache: of a package, default its own; else "fp16". weights, block_size, target: as `edge-qkv export` takes them, for
-    a model that is not exported. packed: whether the weights are packed for this processor; None:
-    whether `pack` has done it for this package, and not for a model that is not exported.
+    a model that is not exported. prefill_chunk: prompt tokens evaluated at once; 0: 128, or what the package has.
+    packed: whether the weights are packed for this processor; None: whether `pack` has done it for this package, and
+    not for a model that is not exported.
 
     Raises `OverBudget` with everything that would fit when the budget does not hold it, `InputError`.
     """
@@ -99,7 +100,7 @@ def plan(
     info, facts = _native.PlanInfo(), _native.PlanModel()
     if package is None:
         facts = plan_model(model, weights, block_size, target, options.prefill_chunk)
-        options.engine = TARGETS[target].engine.encode()
+        options.engine = STORAGE[target].engine.encode()
         _native.call("eqkv_plan", ctypes.byref(facts), ctypes.byref(options), ctypes.byref(info))
     else:
         path = os.fsencode(package.path)

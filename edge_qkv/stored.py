@@ -57,7 +57,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Target:
+class Storage:
     """What an export to a target writes."""
 
     engine: str  # the native library's name of what runs it
@@ -76,8 +76,8 @@ _BLOCKS_4, _BLOCKS_8 = Format(4, 4, _CHOSEN), Format(8, 4, _CHOSEN)  # of MatMul
 # Of torchao: 8 bits with a float32 scale a row; 4 bits in groups with bf16 scales; tables of 4 bits with float32 ones.
 _ROWS_8, _GROUPS_4, _TABLE_4 = Format(8, 4), Format(4, 2, _CHOSEN), Format(4, 4, 32, whole=True)
 
-TARGETS = {
-    "onnx": Target(
+STORAGE = {
+    "onnx": Storage(
         engine="onnxruntime",
         weights={
             "fp32": Weights(_FLOAT, _FLOAT, _FLOAT, _FLOAT),
@@ -90,7 +90,7 @@ TARGETS = {
         file_bytes=16_000,  # of model.onnx, as measured
         file_bytes_per_layer=7_000,
     ),
-    "executorch": Target(
+    "executorch": Storage(
         engine="executorch",
         weights={
             "fp32": Weights(_FLOAT, _FLOAT, _FLOAT, _FLOAT),
@@ -107,23 +107,23 @@ TARGETS = {
     ),
 }
 # All names that --weights takes; each target refuses those it does not know.
-WEIGHTS = tuple(dict.fromkeys(name for target in TARGETS.values() for name in target.weights))
+WEIGHTS = tuple(dict.fromkeys(name for target in STORAGE.values() for name in target.weights))
 
 
 def stored_as(target: str, weights: str, block_size: int | None = None) -> tuple[str, Weights, int]:
     """(the target's own name of a weight type, how it stores it, its block size or 0); raises `InputError`."""
-    if target not in TARGETS:
-        raise InputError(f"target = {target!r}: must be one of {', '.join(TARGETS)}")
-    known = TARGETS[target]
+    if target not in STORAGE:
+        raise InputError(f"target = {target!r}: must be one of {', '.join(STORAGE)}")
+    known = STORAGE[target]
     kind = next((name for name, how in known.weights.items() if weights in (name, how.also)), None)
     if kind is None:
         names = ", ".join(known.weights)
-        raise InputError(f"weights = {weights!r}: must be one of {names}, for the target {target}")
+        raise InputError(f"--weights {weights}: must be one of {names} for the target {target}")
     stored = known.weights[kind]
-    if block_size is not None and (block_size not in BLOCK_SIZES or not stored.default_block):
-        blocked = " and ".join(name for name, has in known.weights.items() if has.default_block)
-        sizes = ", ".join(map(str, BLOCK_SIZES))
-        raise InputError(f"block_size = {block_size}: must be one of {sizes}, with {blocked} weights")
+    if block_size is not None and not stored.default_block:
+        raise InputError(f"--block-size {block_size}: {kind} weights take none; leave it out")
+    if block_size not in (None, *BLOCK_SIZES):
+        raise InputError(f"--block-size {block_size}: must be one of {', '.join(map(str, BLOCK_SIZES))}")
     block = (block_size or stored.default_block) if stored.default_block else 0
     formats = (stored.layers, stored.head, stored.embedding, stored.positions)
     return kind, Weights(*(f.chosen(block) for f in formats)), block
@@ -141,7 +141,7 @@ def plan_model(
     prefill_chunk: as `edge-qkv export` takes it, for a target whose files fix it; 0: the default.
     """
     _, stored, block = stored_as(target, weights, block_size)
-    known = TARGETS[target]
+    known = STORAGE[target]
     padding = -config.mlp_width % (stored.layers.block or 1) if known.pads_mlp else 0
     inside = replace(config, mlp_width=config.mlp_width + padding)
     matrices, tables = list(_matrices(inside, stored)), list(_tables(inside, stored))

@@ -101,7 +101,9 @@ def export_executorch(
 
 def _sign(path: Path) -> None:
     """Puts the SHA-256 of the file, taken with zeros in its place, into the fingerprint."""
+    unknown = _UNKNOWN.encode() + b"\0"
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
-        at = content.find(_UNKNOWN.encode() + b"\0")
-        assert at >= 0 and content.find(_UNKNOWN.encode() + b"\0", at + 1) < 0
+        at = content.find(unknown)
+        if at < 0 or content.find(unknown, at + 1) >= 0:
+            raise RuntimeError("the program has not one place for its fingerprint")
         content[at : at + len(_UNKNOWN)] = hashlib.sha256(content).hexdigest().encode()

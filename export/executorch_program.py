@@ -46,18 +46,8 @@ def attend(
     tables: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Stands in for `edge_qkv.attention.attend` and leaves the operator in the program."""
-    rows, scales = caches[: config.caches], caches[config.caches :]
-    inputs = dict.fromkeys(operator.INPUTS)
-    inputs |= {"query": query, "kv": key, "past": past, "value": value}
-    inputs |= dict(zip(("cache", "value_cache"), rows, strict=False))
-    inputs |= dict(zip(("cache_scale", "value_cache_scale"), scales, strict=False))
-    if tables is not None:
-        inputs["cos"], inputs["sin"] = tables
-    attributes = operator.attributes(config)
-    out = torch.ops.edge_qkv.unified_kv_attention(
-        *(inputs[name] for name in operator.INPUTS), *(attributes[name] for name in operator.ATTRIBUTES)
-    )
-    return out, caches
+    inputs = operator.inputs(config, query, key, value, caches, past, tables)
+    return torch.ops.edge_qkv.unified_kv_attention(*inputs.values(), *operator.attributes(config).values()), caches
 
 
 def cache_rows(config: ModelConfig, cache: str) -> int:
@@ -126,7 +116,7 @@ def lower(decoder: Decoder, cache: str, prefill_chunk: int, facts: Mapping[str, 
 def check(program: Any, caches: list[str]) -> None:
     """Nothing but our operator touches a cache in an emitted program: no copy of one is ever made.
 
-    Raises `AssertionError`: what is lowered here is ours, so a copy is no user's mistake.
+    Raises `RuntimeError`: what is lowered here is ours, so a copy is no user's mistake.
     """
     (plan,) = (plan for plan in program.execution_plan if plan.name == "forward")
     names = {
@@ -134,7 +124,8 @@ def check(program: Any, caches: list[str]) -> None:
         for index, tensor in enumerate(plan.values)
         if getattr(tensor.val, "extra_tensor_info", None)
     }
-    assert sorted(names) == sorted(caches), f"buffers {sorted(names)} instead of {sorted(caches)}"
+    if sorted(names) != sorted(caches):
+        raise RuntimeError(f"the program has the buffers {sorted(names)} instead of {sorted(caches)}")
     users = {index: [] for index in names.values()}
     for instruction in plan.chains[0].instructions:
         call = instruction.instr_args
@@ -143,4 +134,5 @@ def check(program: Any, caches: list[str]) -> None:
             if index in users:
                 users[index].append(name)
     wrong = {name: users[index] for name, index in names.items() if users[index] != ["edge_qkv::unified_kv_attention"]}
-    assert not wrong, f"caches are touched by other operators: {wrong}"
+    if wrong:
+        raise RuntimeError(f"caches are touched by other operators: {wrong}")

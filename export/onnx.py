@@ -7,7 +7,8 @@ GatherBlockQuantized reads 8-bit codes only since then.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ def export_onnx(
     )
 
 
-def open_runner(directory: Path, context: int) -> tuple[parity.Score, str]:
+@contextmanager
+def open_runner(directory: Path, context: int) -> Iterator[tuple[parity.Score, str]]:
     """Opens a package in the native runtime where that is installed, else in plain ONNX Runtime."""
     try:
         from edge_qkv import _native
@@ -114,8 +116,10 @@ def open_runner(directory: Path, context: int) -> tuple[parity.Score, str]:
             session.rewind(0)
             return session.score(tokens)
 
-        return score, f"onnxruntime {onnxruntime.__version__}"
-    return open_session(directory, context)
+        yield score, f"onnxruntime {onnxruntime.__version__}"
+    else:
+        with open_session(directory, context) as opened:
+            yield opened
 
 
 def _recipe(weights: str, block_size: int | None, accuracy_level: int) -> Recipe:

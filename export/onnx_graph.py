@@ -42,11 +42,7 @@ def symbolic_attend(
     cache = next(name for name, dtype in CACHE_DTYPE.items() if dtype == caches[0].dtype)
     used = onnx_function.used_outputs(config, cache)
     after = dict(zip(used[1:], caches, strict=True))  # an output has the type and shape of its input
-    inputs = {"query": query, "kv": key, "past": past, "value": value}
-    inputs |= {name.removesuffix("_out"): tensor for name, tensor in after.items()}
-    if tables is not None:
-        inputs["cos"], inputs["sin"] = tables
-    given = [inputs.get(name) for name in operator.INPUTS]
+    given = list(operator.inputs(config, query, key, value, caches, past, tables).values())
     while given[-1] is None:
         given.pop()
     outputs = onnx_function.OUTPUTS[1 : onnx_function.OUTPUTS.index(used[-1]) + 1]

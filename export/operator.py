@@ -5,6 +5,8 @@ What it computes is `edge_qkv.attention.attend`; the native kernel is `runtime/c
 
 from __future__ import annotations
 
+from typing import Any
+
 from edge_qkv.config import ModelConfig
 
 VERSION = 1
@@ -17,16 +19,23 @@ _ROTARY = {"rotary-conjugate": "conjugate", "rotary-on-read": "on_read"}  # othe
 
 
 def attributes(config: ModelConfig) -> dict[str, int | float | str]:
-    """The values of `ATTRIBUTES`."""
-    return {
-        "num_heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "scale": config.scale,
-        "rotary": _ROTARY.get(config.positions, "none"),
-        "rotary_dim": config.rotated,
-        "window": config.window,
-        "sinks": config.sinks,
-    }
+    """The values of `ATTRIBUTES`, in their order."""
+    rotary = _ROTARY.get(config.positions, "none")
+    values = (config.heads, config.kv_heads, config.scale, rotary, config.rotated, config.window, config.sinks)
+    return dict(zip(ATTRIBUTES, values, strict=True))
+
+
+def inputs(
+    config: ModelConfig, query: Any, key: Any, value: Any, caches: tuple, past: Any, tables: tuple | None
+) -> dict[str, Any]:
+    """The arguments of `edge_qkv.attention.attend` by their names in `INPUTS`, in that order; None: absent."""
+    rows, scales = caches[: config.caches], caches[config.caches :]
+    given = {"query": query, "kv": key, "past": past, "value": value}
+    given |= dict(zip(("cache", "value_cache"), rows, strict=False))
+    given |= dict(zip(("cache_scale", "value_cache_scale"), scales, strict=False))
+    if tables is not None:
+        given["cos"], given["sin"] = tables
+    return {name: given.get(name) for name in INPUTS}
 
 
 def cache_kinds(config: ModelConfig, cache: str) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from edge_qkv.errors import InputError
 from edge_qkv.export import parity
 from edge_qkv.export.progress import Progress
 
-# Opens the package at a path for sequences of so many tokens: (a function from tokens to logits, the engine's name).
-Runner = Callable[[Path, int], tuple[parity.Score, str]]
+# Opens the package at a path for sequences of so many tokens, until the end of `with`: (a function from tokens to
+# logits, the engine's name).
+Runner = Callable[[Path, int], AbstractContextManager[tuple[parity.Score, str]]]
 
 
 @dataclass(frozen=True)
@@ -93,17 +95,22 @@ def check_space(directory: Path, needed: int) -> None:
         )
 
 
-def open_session(directory: Path, context: int) -> tuple[parity.Score, str]:
+@contextmanager
+def open_session(directory: Path, context: int) -> Iterator[tuple[parity.Score, str]]:
     """A `Runner` on the native runtime."""
+    from edge_qkv.loaded import Model
     from edge_qkv.session import Session
 
-    session = Session(directory, context=context, prefill_chunk=64, verify=False, packed=False)
+    with (
+        Model(directory, verify=False, packed=False) as model,
+        Session(model, context=context, prefill_chunk=64) as session,
+    ):
 
-    def score(tokens: Sequence[int]):
-        session.rewind(0)
-        return session.score(tokens)
+        def score(tokens: Sequence[int]):
+            session.rewind(0)
+            return session.score(tokens)
 
-    return score, "edge-qkv"
+        yield score, "edge-qkv"
 
 
 def _listed(directory: Path, progress: Progress) -> dict[str, dict[str, Any]]:
@@ -116,5 +123,5 @@ def _parity(
     checkpoint: Checkpoint, directory: Path, runner: Runner, ids: Sequence[int] | None, progress: Progress
 ) -> dict[str, Any]:
     progress("Comparing with the checkpoint", 0, 0)
-    score, engine = runner(directory, parity.lengths(checkpoint.config)[1])
-    return parity.check(checkpoint.load(), score, engine, ids)
+    with runner(directory, parity.lengths(checkpoint.config)[1]) as (score, engine):
+        return parity.check(checkpoint.load(), score, engine, ids)

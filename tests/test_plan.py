@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_one_message_with_what_would(capsys):
     (["1.2B/Q-MQA", "--context", "40000"], "at most 32768"),
     (["1.2B/Q-MQA", "--device", "toaster"], "toaster"),
     (["1.2B/Q-MQA", "--weights", "fp32", "--block-size", "32"], "block_size"),
-    (["1.2B/Q-MQA", "--weights", "8da4w"], "weights = '8da4w': must be one of fp32, int8, int4, for the target onnx"),
+    (["1.2B/Q-MQA", "--weights", "8da4w"], "--weights 8da4w: must be one of fp32, int8, int4 for the target onnx"),
     (["1.2B/Q-MQA", "--target", "executorch", "--weights", "int8", "--block-size", "32"], "with 8da4w weights"),
     (["1.2B/QKV", "--device", "phone-4gb", "--context", "32768"], "phone-4gb"),
     (["1.2B", "--variants", "--device", "all"], "--variants"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -429,6 +430,7 @@ def test_the_manifest(tmp_path, bytes_tokenizer):
     checkpoint = random_checkpoint(config, tokenizer)
     runs = []
 
+    @contextlib.contextmanager
     def runner(directory: Path, context: int):
         session = onnx_stock.StockSession(directory, context, threads=1)
 
@@ -437,7 +439,7 @@ def test_the_manifest(tmp_path, bytes_tokenizer):
             session.rewind(0)
             return session.score(tokens)
 
-        return score, "stock"
+        yield score, "stock"
 
     text = "To be, or not to be: that is the question"
     output = tmp_path / "package"
