@@ -99,8 +99,8 @@ def test_the_formula_of_a_config_is_what_an_export_writes(tmp_path, name, weight
 # Bytes of one layer's matrices, the head, and the embedding of "unified" with 4 bits a weight in groups of 64: worked
 # out by hand. Rows: query 384, key 64, output 384, gate and up 1024 each; down 384 of 1024 columns.
 @pytest.mark.parametrize("weights, block, layer, head, embedding, bits", [
-    ("8da4w", 64, (2880 * 384 + 384 * 1024) // 2 + (2880 * 6 + 384 * 16) * 2, 4096 * 388, 4096 * (192 + 48), 4),
-    ("int4", None, (2880 * 384 + 384 * 1024) // 2 + (2880 * 12 + 384 * 32) * 2, 4096 * 388, 4096 * (192 + 48), 4),
+    ("8da4w", None, (2880 * 384 + 384 * 1024) // 2 + (2880 * 6 + 384 * 16) * 2, 4096 * 388, 4096 * (192 + 48), 4),
+    ("int4", 32, (2880 * 384 + 384 * 1024) // 2 + (2880 * 12 + 384 * 32) * 2, 4096 * 388, 4096 * (192 + 48), 4),
     ("int8", None, 2880 * 388 + 384 * 1028, 4096 * 388, 4096 * (192 + 48), 8),
     ("fp32", None, (2880 * 384 + 384 * 1024) * 4, 4096 * 384 * 4, 4096 * 384 * 4, 32),
 ])  # fmt: skip
@@ -111,14 +111,15 @@ def test_the_formula_of_executorch_is_worked_out_by_hand(weights, block, layer, 
     rotary, norms = 2 * 2048 * 32 * 4, 13 * 384 * 4
     assert found.table_bytes == embedding + rotary + norms
     assert found.weight_bytes > found.matrix_bytes + found.table_bytes  # tied or not, each is stored
-    assert (found.weight_bits, found.block_size) == (bits, {4: block or 32}.get(bits, 0))
+    assert (found.weight_bits, found.block_size) == (bits, {4: block or 64}.get(bits, 0))
     assert found.prefill_chunk == 128
 
 
 def test_executorch_pads_groups_and_keeps_odd_tables_in_float():
     config = ModelConfig(kv_heads=2, **SMALL | {"width": 100, "heads": 2, "head_dim": 40, "mlp_width": 130})
-    found = plan_model(config, "8da4w", None, "executorch")
-    rows_of_100, rows_of_80, rows_of_130 = 3 * 80 + 130, 100, 100  # padded to 128, 96 and 160 columns
+    found = plan_model(config, "8da4w", 32, "executorch")
+    # Padded to 128, 96 and 160 columns; and the inner width of the MLP to 160 rows.
+    rows_of_100, rows_of_80, rows_of_130 = 3 * 80 + 160, 100, 100
     layer = rows_of_100 * (64 + 8) + rows_of_80 * (48 + 6) + rows_of_130 * (80 + 10)
     assert found.matrix_bytes == 6 * layer + 4096 * 104
     assert found.table_bytes == 4096 * 400 + 2048 * 104 + 13 * 400  # embedding, learned positions, norms
@@ -252,9 +253,9 @@ def test_what_does_not_fit_is_one_message_with_what_would(capsys):
     (["1.2B/Q-MQA", "--context", "0"], "--context 0: must be a number of tokens, or max"),
     (["1.2B/Q-MQA", "--context", "40000"], "at most 32768"),
     (["1.2B/Q-MQA", "--device", "toaster"], "toaster"),
-    (["1.2B/Q-MQA", "--weights", "fp32", "--block-size", "32"], "block_size"),
+    (["1.2B/Q-MQA", "--weights", "fp32", "--block-size", "32"], "--block-size 32: fp32 weights take none"),
     (["1.2B/Q-MQA", "--weights", "8da4w"], "--weights 8da4w: must be one of fp32, int8, int4 for the target onnx"),
-    (["1.2B/Q-MQA", "--target", "executorch", "--weights", "int8", "--block-size", "32"], "with 8da4w weights"),
+    (["1.2B/Q-MQA", "--target", "executorch", "--weights", "int8", "--block-size", "32"], "8da8w weights take none"),
     (["1.2B/QKV", "--device", "phone-4gb", "--context", "32768"], "phone-4gb"),
     (["1.2B", "--variants", "--device", "all"], "--variants"),
     (["1.2B", "--variants", "--memory", "1GB"], "--memory"),
