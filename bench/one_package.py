@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -177,9 +178,7 @@ def _onnxruntime_version() -> str:
 
 
 def _executorch_version() -> str:
-    version = ctypes.CDLL(str(_native.engine_library("executorch"))).eqkv_executorch_version
-    version.restype = ctypes.c_char_p
-    return version().decode()
+    return importlib.metadata.version("executorch")  # the library refuses any other
 
 
 # Target of a package -> the version that the library of its engine reports.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -226,20 +225,7 @@ def _is_runtime(name: str) -> bool:
 def executorch_path() -> Path | None:
     """Our library for ExecuTorch, beside libedge_qkv; None where it was not built, which libedge_qkv reports."""
     path = library_path().with_name(f"libedge_qkv_executorch{_SUFFIX}")
-    if not path.exists():
-        return None
-    try:
-        version = ctypes.CDLL(str(path)).eqkv_executorch_version
-        version.restype = c_char_p
-        built, installed = version().decode(), importlib.metadata.version("executorch")
-    except (OSError, AttributeError, importlib.metadata.PackageNotFoundError):
-        return path  # libedge_qkv says why it cannot be loaded
-    if built.split("+")[0] != installed.split("+")[0]:
-        raise InputError(
-            f"{path}: was built with ExecuTorch {built}, and {installed} is installed; install edge-qkv once more from "
-            "its sources (pip install --force-reinstall --no-deps .)"
-        )
-    return path
+    return path if path.exists() else None
 
 
 # Target of a package -> where the shared library of its engine is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import onnx
 import pytest
 
 from attacks import places
+from conftest import needs
 from edge_qkv import InputError, Model, _native, files
 from edge_qkv.package import MANIFEST, MODEL_FILES
 
@@ -102,6 +104,7 @@ def _refused(package: Path, words: str) -> None:
         Model(package)
     sentence = str(refused.value)
     assert sentence.startswith(str(package)) and sentence.isprintable() and len(sentence) < 500, sentence
+    assert "; " in sentence, "a remedy"
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -133,15 +136,29 @@ def test_a_model_file_of_a_newer_version_says_so(key, target, model):
 
 # ---- the library of ExecuTorch ----
 
+VARIABLE = "EDGE_QKV_EXECUTORCH_LIBRARY"
 
-def _run(package: Path, library: Path) -> str:
-    """What `edge-qkv run` says with this libedge_qkv, on its one line."""
+
+def _run(package: Path, library: Path, **variables: str) -> subprocess.CompletedProcess:
+    """`edge-qkv run` with this libedge_qkv."""
     command = [sys.executable, "-m", "edge_qkv", "run", package, "--tokens", "1,2", "--max-tokens", "2", "--quiet"]
-    environment = os.environ | {"EDGE_QKV_LIBRARY": str(library)}
-    environment.pop("EDGE_QKV_EXECUTORCH", None)
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environment)
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment |= {"EDGE_QKV_LIBRARY": str(library)} | variables
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environment)
+
+
+def _sentence(package: Path, library: Path, **variables: str) -> str:
+    """What it says on its one line, with the remedy of every library that is not there or does not fit."""
+    done = _run(package, library, **variables)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
+    for words in (
+        "The ExecuTorch engine cannot be opened: ",
+        "; install the Python package executorch and then ",
+        "from its sources (pip install ",
+        "-DEDGE_QKV_EXECUTORCH=ON",
+    ):
+        assert words in line
     return line
 
 
@@ -156,17 +173,25 @@ def _of_executorch(library: Path) -> Path:
 
 
 def test_without_its_library_it_says_how_to_get_it(random_package, library):
-    line = _run(random_package("executorch")[1], library)
-    assert (
-        "built where there was no ExecuTorch" in line and "pip install" in line and "-DEDGE_QKV_EXECUTORCH=ON" in line
-    )
+    package = random_package("executorch")[1]
+    for variables in ({}, {VARIABLE: ""}):
+        line = _sentence(package, library, **variables)
+        assert f"edge-qkv was built where there was no ExecuTorch: {_of_executorch(library)}" in line
 
 
-VERSION = "const char* eqkv_executorch_version(void) {{ return {0}; }}"
+def test_a_variable_that_names_no_library_is_named(random_package, library):
+    package = random_package("executorch")[1]
+    line = _sentence(package, library, **{VARIABLE: "/nowhere/lib.so"})
+    assert f"the environment variable {VARIABLE} names /nowhere/lib.so: /nowhere/lib.so: cannot open" in line
+    assert _run(package, library, **{VARIABLE: str(_of_executorch(_native.library_path()))}).returncode == 0
+
+
 WRONG = {
-    "of another ExecuTorch": (VERSION.format('"0.0.1"'), "was built with ExecuTorch 0.0.1, and "),
-    "without our function": (VERSION.format("INSTALLED"), "is another library; install the Python package executorch"),
-    "another": ("int nothing;", "is another library; install the Python package executorch"),
+    "of another interface": (
+        "const int* eqkv_executorch_plugin(void) { static const int numbers[64]; return numbers; }",
+        "was built by another version of edge-qkv",
+    ),
+    "another": ("int nothing;", "is another library"),
 }
 
 
@@ -179,14 +204,84 @@ def test_a_library_that_does_not_fit_is_named(random_package, library, kind):
     code, words = WRONG[kind]
     wrong, source = _of_executorch(library), library.with_name("wrong.c")
     source.write_text(code)
-    installed = f'-DINSTALLED="{importlib.metadata.version("executorch")}"'
-    subprocess.run([compiler, "-shared", "-fPIC", installed, str(source), "-o", str(wrong)], check=True)
-    line = _run(package, library)
-    assert str(wrong) in line and words in line and "from its sources (pip install" in line
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(wrong)], check=True)
+    assert f"{wrong} {words}" in _sentence(package, library)
 
 
 def test_a_library_that_cannot_be_loaded_is_named(random_package, library):
     wrong = _of_executorch(library)
     wrong.write_bytes(b"no library " * 100)
-    line = _run(random_package("executorch")[1], library)
-    assert str(wrong) in line and "install the Python package executorch" in line
+    assert str(wrong) in _sentence(random_package("executorch")[1], library)
+
+
+# ---- ExecuTorch itself ----
+
+
+@pytest.fixture
+def installed(tmp_path) -> Path:
+    """An installation of ExecuTorch with links to the libraries of the one that there is, and nothing else."""
+    needs("executorch")
+    real = Path(importlib.util.find_spec("executorch").submodule_search_locations[0])
+    folder = tmp_path / "executorch"
+    (folder / "lib").mkdir(parents=True)
+    for file in (real / "lib").glob("libexecutorch*"):
+        (folder / "lib" / file.name).symlink_to(file)
+    return folder
+
+
+def _beside(installed: Path) -> dict[str, str]:
+    """Makes the loader take that installation, before the one that the library was built with."""
+    return {"DYLD_LIBRARY_PATH" if sys.platform == "darwin" else "LD_LIBRARY_PATH": str(installed / "lib")}
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [(None, True), ("nothing\n", True), ("{}", True), ("{}+other", True), ("{}1", False), ("0.0.1+cpu", False)],
+)
+def test_another_version_of_executorch_is_refused(random_package, installed, version, fits):
+    package, ours = random_package("executorch")[1], importlib.metadata.version("executorch").split("+")[0]
+    if version is not None:
+        version = version.format(ours)
+        (installed / "version.py").write_text(f"import os\n__version__ = '{version}'\ngit_version = 'a'\n")
+    if fits:
+        done = _run(package, _native.library_path(), **_beside(installed))
+        assert done.returncode == 0, done.stderr
+    else:
+        line = _sentence(package, _native.library_path(), **_beside(installed))
+        assert f"was built with ExecuTorch {ours}" in line
+        assert f"and the one in {installed}/lib/ is {version}" in line
+
+
+def test_kernels_that_are_missing_are_named(random_package, installed):
+    """The library of quantised operators: only programs that have such an operator need it."""
+    (kernels,) = (installed / "lib").glob("libexecutorch_kernels_quantized.*")
+    kernels.unlink()
+    done = _run(random_package("executorch")[1], _native.library_path(), **_beside(installed))
+    assert done.returncode == 0, done.stderr
+    line = _sentence(random_package("executorch", weights="8da4w")[1], _native.library_path(), **_beside(installed))
+    assert str(kernels) in line and "No such file" in line
+
+
+def test_a_second_copy_of_the_library_is_refused(random_package, library):
+    """Both would run ExecuTorch's one pool, and hear what it logs."""
+    package = random_package("executorch")[1]
+    copy = shutil.copy(_of_executorch(_native.library_path()), library.parent)
+    script = f"""from pathlib import Path
+from edge_qkv import InputError, Model, Session, _native
+def run():
+    with Model({str(package)!r}) as model, Session(model, context=32) as session:
+        session.evaluate([1, 2, 3])
+run()
+ours, _native._ENGINE_LIBRARIES["executorch"] = _native.executorch_path(), lambda: Path({str(copy)!r})
+for _ in range(2):
+    try:
+        run()
+    except InputError as error:
+        print(error)
+_native._ENGINE_LIBRARIES["executorch"] = lambda: ours
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second = done.stdout.splitlines()
+    assert first == second and "another copy of libedge_qkv_executorch; name the same file wherever" in first

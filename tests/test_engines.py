@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from dataclasses import replace
@@ -145,6 +146,29 @@ def test_trimmed_sessions_go_on_bit_for_bit(long, ids, level, tmp_path):
                     model.trim(level)
 
 
+def test_a_trim_of_the_workspace_gives_executorchs_buffers_back(random_package, ids):
+    """Also while another thread evaluates it returns at once."""
+    needs("executorch")
+    package = random_package("executorch", LONG, "fp16", chunk=LONG.max_positions // 2)[1]
+    with Model(package, threads=1, packed=False) as model, Session(model, prefill_chunk=2048) as session:
+        session.evaluate(ids[:2048])
+        before = session.memory()["anonymous"]
+        model.trim("workspace")
+        assert before - session.memory()["anonymous"] > 1e6
+        writer = threading.Thread(target=session.evaluate, args=(ids[2048:-1],))
+        writer.start()
+        waited = 0.0
+        while writer.is_alive():
+            began = time.perf_counter()
+            model.trim("all")
+            waited = max(waited, time.perf_counter() - began)
+            time.sleep(0.001)
+        began = time.perf_counter()
+        session.rewind(2048)
+        session.evaluate(ids[2048:-1])
+        assert waited < (time.perf_counter() - began) / 2
+
+
 def test_a_budget_holds_or_is_refused(long, ids):
     facts = dict(context=LONG.max_positions, prefill_chunk=CHUNK, threads=1)
     budget = plan(long, **facts).total
@@ -284,6 +308,23 @@ def test_packed_weights_change_no_logit_and_what_is_cut_off_is_ignored(int4, pac
     is_packed, logits = _logits(int4, packed, ids)
     assert is_packed
     np.testing.assert_array_equal(logits, expected)
+
+
+def test_a_trim_gives_the_packed_weights_back(int4, packed, ids):
+    """They are what a packed model has in memory, and not beside its file."""
+
+    def in_ram() -> int:
+        """Bytes of the files of packed weights that this process has in RAM."""
+        of_mapping = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
+        return sum(int(re.search(r"^Rss: +(\d+)", m, re.M)[1]) * 1024 for m in of_mapping if str(packed) in m)
+
+    with Model(int4, threads=2, packed=packed) as model:
+        expected = _conversation(model, ids[:60])
+        before = in_ram()
+        assert before > 1e6
+        model.trim("all")
+        assert in_ram() < before / 10
+        np.testing.assert_array_equal(_conversation(model, ids[:60]), expected)
 
 
 def test_processes_map_the_same_packed_weights(int4, packed):

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "core/error.h"
-#include "message.h"
+#include "core/message.h"
 
 namespace edge_qkv {
 

@@ -22,6 +22,9 @@
 namespace edge_qkv {
 namespace {
 
+// What exports round fixed rows up for: no system that they are made for has larger pages.
+constexpr size_t kMostPageBytes = 64 * 1024;
+
 // More than any processor's user space addresses; keeps the sums below far from overflow.
 constexpr size_t kMostBytes = size_t{1} << (sizeof(size_t) == 8 ? 47 : 31);
 
@@ -46,10 +49,14 @@ void check_fixed_rows(const CacheLayout& layout, int64_t context, int64_t rows) 
   }
   if (const int64_t step = rows_of_whole_pages(layout); rows % step != 0) {
     const int64_t missing = step / std::gcd(step, rows);  // a power of two
-    throw Error(EQKV_BAD_PACKAGE, "The model was exported for memory pages of at most " +
-                                      std::to_string(page_bytes() / static_cast<size_t>(missing)) +
-                                      " bytes, this system has pages of " +
-                                      std::to_string(page_bytes()) + "; export the model again.");
+    throw Error(
+        EQKV_BAD_PACKAGE,
+        "The model was exported for memory pages of at most " +
+            std::to_string(page_bytes() / static_cast<size_t>(missing)) +
+            " bytes, this system has pages of " + std::to_string(page_bytes()) +
+            (page_bytes() > kMostPageBytes ? "; files with a fixed number of rows do not support such "
+                                             "systems, export the model for ONNX Runtime."
+                                           : "; export the model again."));
   }
 }
 

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <memory>
 #include <string>
@@ -46,6 +48,23 @@ class KilobyteTable {
   std::string text_ = "\n";  // so that the first line is found like the others
 };
 
+// Calls visit(begin, end, path) for each mapping of a file; false where the system does not tell.
+template <class Visit>
+bool each_mapping(Visit visit) {
+  std::ifstream maps("/proc/self/maps");
+  if (!maps) return false;
+  for (std::string line; std::getline(maps, line);) {
+    uintptr_t begin = 0, end = 0;
+    int path = 0;
+    if (std::sscanf(line.c_str(), "%" SCNxPTR "-%" SCNxPTR " %*s %*s %*s %*s %n", &begin, &end, &path) ==
+            2 &&
+        path > 0) {
+      visit(begin, end, line.c_str() + path);
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 MemoryUse memory_use() {
@@ -83,20 +102,23 @@ void release_heap() {
 
 void release_file_pages(const std::string& directory) {
 #if defined(MADV_PAGEOUT)
-  // Unlike MADV_DONTNEED, this never loses what a private mapping has changed.
-  std::string line;
-  for (std::ifstream maps("/proc/self/maps"); std::getline(maps, line);) {
-    uintptr_t begin = 0, end = 0;
-    int path = 0;
-    if (std::sscanf(line.c_str(), "%" SCNxPTR "-%" SCNxPTR " %*s %*s %*s %*s %n", &begin, &end, &path) ==
-            2 &&
-        path > 0 && line.compare(static_cast<size_t>(path), directory.size(), directory) == 0) {
-      madvise(reinterpret_cast<void*>(begin), end - begin, MADV_PAGEOUT);
-    }
-  }
+  each_mapping([&](uintptr_t begin, uintptr_t end, const char* path) {
+    if (std::strncmp(path, directory.c_str(), directory.size()) != 0) return;
+    // Unlike MADV_DONTNEED, this never loses what a private mapping has changed.
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_PAGEOUT);
+  });
 #else
   (void)directory;
 #endif
+}
+
+bool is_mapped(const std::string& path) {
+  const std::unique_ptr<char, void (*)(void*)> whole(realpath(path.c_str(), nullptr), std::free);
+  bool found = false;
+  const bool told = each_mapping([&](uintptr_t, uintptr_t, const char* mapped) {
+    found = found || (whole && std::strcmp(mapped, whole.get()) == 0);
+  });
+  return found || !told;
 }
 
 }  // namespace edge_qkv

@@ -23,4 +23,7 @@ void release_heap();
 // they are used. Only a saving: does nothing where the system cannot.
 void release_file_pages(const std::string& directory);
 
+// Whether this process has a mapping of the file at `path`; true where the system does not tell.
+bool is_mapped(const std::string& path);
+
 }  // namespace edge_qkv

@@ -45,9 +45,12 @@ void check_model(const PlanModel& m, const PlanEngine& engine) {
          {"weight_bytes", bytes(m.weight_bytes), 0, kMostBytes},
          {"matrix_bytes", bytes(m.matrix_bytes), 0, kMostBytes},
          {"table_bytes", bytes(m.table_bytes), 0, kMostBytes},
-         {"weight_bits", m.weight_bits, 4, 32},
          {"block_size", m.block_size, blocks ? 1 : 0, 1 << 12},
          {"prefill_chunk", m.prefill_chunk, 0, kMostChunk}});
+  if (m.weight_bits != 4 && m.weight_bits != 8 && m.weight_bits != 32) {
+    throw Error(EQKV_INVALID_ARGUMENT,
+                "The plan's weight_bits must be 4, 8 or 32, not " + std::to_string(m.weight_bits) + ".");
+  }
   if (m.heads % m.cache.kv_heads != 0) {
     throw Error(EQKV_INVALID_ARGUMENT, "The plan's kv_heads (" + std::to_string(m.cache.kv_heads) +
                                            ") must divide its heads (" + std::to_string(m.heads) + ").");

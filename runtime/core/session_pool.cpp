@@ -66,6 +66,7 @@ void SessionPool::trim(eqkv_trim_level level) {
       failure = std::current_exception();
     }
   }
+  model_->release_workspace();
   if (level == EQKV_TRIM_ALL) model_->release_pages();
   release_heap();
   if (failure) std::rethrow_exception(failure);

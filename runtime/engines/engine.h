@@ -64,6 +64,9 @@ class EngineModel {
  public:
   virtual ~EngineModel() = default;
   virtual const ModelInfo& info() const = 0;
+  // Gives back what an evaluation has used and the next one would write anew: not while one runs, whose
+  // end it does not wait for. An engine that keeps none has nothing to do.
+  virtual void release_workspace() const {}
   // Lets go of pages of weights that can be read from their files again.
   virtual void release_pages() const = 0;
   // `cache` has info().cache as its layout and, unless they are 0, info().cache_rows as its capacity.
@@ -72,8 +75,9 @@ class EngineModel {
 };
 
 struct EngineOptions {
-  std::string library;  // path of the engine's shared library; empty: the system's search path
-  int threads = 0;      // 0: one for each core
+  std::string
+      library;      // path of the engine's shared library; empty: where the engine looks, see library.h
+  int threads = 0;  // 0: one for each core
   // Directory of weights in the form that the engine computes with on this processor, which `pack_model`
   // fills; empty: none. What is missing or damaged there is as if it had not been given.
   std::string packed_weights;

@@ -6,8 +6,10 @@
  * of a model with a memory budget, and all with ExecuTorch, evaluate in turns.
  *
  * Every function that can fail returns an eqkv_status; eqkv_last_error() then holds one sentence for a
- * person. Nothing throws or aborts through this interface. Structs start with `struct_size` (set it to
- * sizeof the struct) so that fields can be added at their end.
+ * person. Nothing throws or aborts through this interface, but for what ExecuTorch does itself: a
+ * program that is damaged, or made to do harm, can end the process inside of it. Check the files of a
+ * package against its edge_qkv.json before you open it, as the Python package does. Structs start with
+ * `struct_size` (set it to sizeof the struct) so that fields can be added at their end.
  */
 #ifndef EDGE_QKV_H_
 #define EDGE_QKV_H_
@@ -133,9 +135,11 @@ typedef struct eqkv_model_options {
   size_t struct_size;
   const char* engine_library; /* path of the shared library of the package's engine: ONNX Runtime's
                                  (null: EDGE_QKV_ONNXRUNTIME, or the system's search path), or our
-                                 libedge_qkv_executorch (null: EDGE_QKV_EXECUTORCH, or the one beside
-                                 this library) */
-  int32_t threads;            /* 0: one for each core */
+                                 libedge_qkv_executorch (null: EDGE_QKV_EXECUTORCH_LIBRARY, or the
+                                 one beside this library) */
+  int32_t threads;            /* 0: one for each core. ExecuTorch has one pool for a process:
+                                 opening a model with more than 1 replaces it where the number differs,
+                                 and nothing else may be computing with ExecuTorch then */
   uint64_t memory;            /* budget in bytes for the model and its sessions; 0: none */
   int64_t context;            /* with a budget: tokens of its longest session; 0: as many as it holds */
   int64_t prefill_chunk;      /* with a budget: the largest of its sessions; 0: 128 */

@@ -1,5 +1,5 @@
 // Messages are UTF-8 whatever they were made of.
-#include "bindings/message.h"
+#include "core/message.h"
 
 #include <string>
 

@@ -230,6 +230,24 @@ TEST(engines, "each engine's own figures: packed weights are file-backed, int4 i
   EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "onnxruntime or executorch, not \"llama\"", plan_engine("llama"));
 }
 
+TEST(weight_bits, "weights of other bits than engines have are refused, whatever the budget") {
+  for (const char* name : {"onnxruntime", "executorch"}) {
+    PlanModel m = model();
+    for (const int bits : {-8, 0, 3, 5, 6, 7, 9, 16, 31, 33}) {
+      m.weight_bits = bits;
+      for (const uint64_t memory : {uint64_t{0}, uint64_t{1}}) {
+        EXPECT_ERROR(EQKV_INVALID_ARGUMENT,
+                     "weight_bits must be 4, 8 or 32, not " + std::to_string(bits),
+                     plan_memory(m, with(memory, 1024), plan_engine(name)));
+      }
+    }
+    for (const int bits : {4, 8, 32}) {
+      m.weight_bits = bits;
+      EXPECT(!plan_memory(m, with(1, 1024), plan_engine(name)).over_budget.empty());
+    }
+  }
+}
+
 TEST(row_scales, "8 bits with a scale a row are for the engine that has them") {
   PlanModel m = model();
   m.block_size = 0;

@@ -13,7 +13,9 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,25 +34,30 @@ def evaluate(package: Path) -> np.ndarray:
         return np.stack([first, session.logits()])
 
 
-def attempt(package: Path) -> str | None:
+def attempt(function: Callable[[], Any]) -> str | None:
     try:
-        evaluate(package)
+        function()
     except EdgeQKVError as error:
         return str(error)
     return None
+
+
+def replace(package: Path, program: Path) -> None:
+    """Puts a program into the model's place."""
+    manifest = json.loads((package / MANIFEST).read_text())
+    shutil.copyfile(program, package / "new")
+    os.replace(package / "new", package / "model.pte")
+    manifest["files"]["model.pte"]["bytes"] = program.stat().st_size
+    (package / MANIFEST).write_text(json.dumps(manifest))
 
 
 def main(good: Path, programs: dict[str, Path]) -> None:
     before = evaluate(good)
     with tempfile.TemporaryDirectory() as folder:
         package = shutil.copytree(good, Path(folder) / "package")
-        manifest = json.loads((package / MANIFEST).read_text())
         for name, path in programs.items():
-            shutil.copyfile(path, package / "new")
-            os.replace(package / "new", package / "model.pte")
-            manifest["files"]["model.pte"]["bytes"] = path.stat().st_size
-            (package / MANIFEST).write_text(json.dumps(manifest))
-            print(json.dumps([name, attempt(package), attempt(package)]), flush=True)
+            replace(package, path)
+            print(json.dumps([name, *(attempt(lambda: evaluate(package)) for _ in range(2))]), flush=True)
     np.testing.assert_array_equal(evaluate(good), before)
     print(json.dumps(["the good one", None, None]))
 

@@ -331,6 +331,10 @@ def attacks() -> dict[str, Attack]:
         "no past": _argument("past", lambda plan, _: _add(plan, _null())),
         "no tables": _argument("cos", lambda plan, _: _add(plan, _null())),
         "a number for a tensor": _attribute("query", _int(0)),
+        "a number for a tensor of another operator": _plan(
+            lambda plan: _calls(plan, "aten::index_select")[-1].args.__setitem__(0, _add(plan, _int(0)()))
+        ),
+        "a query that is transposed": _tensor_argument("query", dim_order=[0, 2, 1]),
         "values without a cache": _other("value", "kv"),
         "a value cache that is the cache": _all(_other("value", "kv"), _other("value_cache", "cache")),
         "scales of a float cache": _other("cache_scale", "query"),

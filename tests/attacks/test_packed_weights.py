@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import struct
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from attacks import xxh64
-from edge_qkv import pack
+from edge_qkv import Model, pack
 
 HERE = Path(__file__).parent
 SCRIPT = f"""import sys; sys.path.insert(0, {str(HERE)!r})
@@ -43,7 +44,7 @@ def _index(data: bytes) -> int:
 
 
 def _entry(field: int) -> Callable[[bytes], int]:
-    """The offset (0) or size (8) of the first matrix, after its name."""
+    """The offset (0), size (8) or kernel (16) of the first matrix, after its name."""
     return lambda data: _index(data) + 4 + struct.unpack_from("<I", data, _index(data))[0] + field
 
 
@@ -60,7 +61,10 @@ ATTACKS: dict[str, Attack] = {
     "a long name": _at(_index, "<I", 0xFFFFFFFF),
     "a matrix beyond the end": _at(_entry(0), "<Q", 1 << 62),
     "a matrix of 2^62 bytes": _at(_entry(8), "<Q", 1 << 62),
+    "a matrix for another kernel": _at(_entry(16), "<I", 0xFFFFFFFF),
 }
+# XNNPACK maps these: it believes that there is nothing in it, or stops where the entries end.
+MAPPED = {"no entries", "entries without end"}
 # What no checksum of ours would stop, were it forged: the addresses of matrices inside the file.
 UNFORGEABLE = {
     "a matrix at the index": lambda data: _at(_entry(0), "<Q", _index(data) - 1)(data),
@@ -117,7 +121,7 @@ def test_under_a_forged_marker_xnnpack_refuses_it(tiny_program, plain, packed, n
     forged = f"packed.xnnpack {len(data)} {xxh64(data[-(1 << 20) :]):016x}"
     marker.write_text("\n".join([*lines, forged]) + "\n")
     is_packed, logits = _load(tiny_program, packed)
-    assert is_packed  # as far as we can tell
+    assert is_packed is (name in MAPPED)
     np.testing.assert_array_equal(logits, plain)
     assert packed.read_bytes() == data
 
@@ -147,6 +151,42 @@ def test_what_is_no_file_is_ignored_and_packed_anew(tiny_program, plain, packed,
     pack(tiny_program, packed.parents[1])
     assert _load(tiny_program, packed)[0]
     assert not list(packed.parents[1].glob(".packing-*"))
+
+
+def test_what_another_process_is_writing_is_not_used(tiny_program, plain, packed):
+    """Nor anything that is gone since we looked: XNNPACK would write a new file there."""
+    with packed.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        is_packed, logits = _load(tiny_program, packed)
+    assert not is_packed
+    np.testing.assert_array_equal(logits, plain)
+
+
+def test_a_file_that_cannot_be_written_to_its_end_is_no_packed_file(tiny_program, tmp_path):
+    """XNNPACK keeps in memory what it cannot write, and would say that all is well."""
+    script = """import resource, sys
+from pathlib import Path
+from edge_qkv import InputError, pack
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    pack(Path(sys.argv[1]), Path(sys.argv[2]))
+except InputError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", script, str(tiny_program), str(tmp_path / "packed")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "packed weights cannot be written there (ExecuTorch failed: " in done.stdout
+    assert "choose another directory" in done.stdout
+    assert [path.name for path in (tmp_path / "packed").iterdir()] == [".lock"]
+
+
+def test_packing_does_without_the_pool(tiny_program, packed, tmp_path):
+    """It is not refused where a model that is open has another number of threads; the file is the same."""
+    with Model(tiny_program, threads=3, packed=False):
+        pack(tiny_program, tmp_path / "anew", threads=2)
+    (anew,) = (tmp_path / "anew").glob("packed-*/packed.xnnpack")
+    assert anew.stat().st_size == packed.stat().st_size
 
 
 def test_models_load_while_others_pack(tiny_program, plain, tmp_path):

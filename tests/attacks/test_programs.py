@@ -59,6 +59,29 @@ def test_damaged_weights_and_cut_off_programs_end_in_a_sentence_or_not_at_all(ti
         assert name.startswith("flipped") or first is not None, name
 
 
+def test_a_model_on_which_executorch_gave_up_says_to_open_it_again(tiny_program, tmp_path):
+    """What it asserts in the middle of an evaluation leaves the program there."""
+    import programs
+
+    files = programs.written((tiny_program / "model.pte").read_bytes(), tmp_path)
+    script = f"""import sys; sys.path.insert(0, {str(LOADER.parent)!r})
+from load_programs import *
+good, package, program = map(Path, sys.argv[1:])
+replace(shutil.copytree(good, package), program)
+with Model(package, threads=1, verify=False) as model, Session(model, 96) as one, Session(model, 96) as two:
+    for session in (one, one, two):
+        print(attempt(lambda: session.evaluate(TOKENS)))
+evaluate(good)
+"""
+    program = files["a number for a tensor of another operator"]
+    command = [sys.executable, "-c", script, *map(str, (tiny_program, tmp_path / "package", program))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *later = done.stdout.splitlines()
+    assert "EValue is not a Tensor; open the model again." in first
+    assert later == ["ExecuTorch gave up in an earlier evaluation of this model; open the model again."] * 2
+
+
 @pytest.mark.parametrize("module", ["executorch.runtime", "executorch.kernels.quantized"])
 @pytest.mark.parametrize("first", [True, False])
 def test_the_python_side_of_executorch_lives_in_the_same_process(tiny_program, module, first):
@@ -73,3 +96,4 @@ def test_the_python_side_of_executorch_lives_in_the_same_process(tiny_program, m
     ]
     done = subprocess.run([sys.executable, "-c", "\n".join(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "register_pal" not in done.stderr

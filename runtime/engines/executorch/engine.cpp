@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <atomic>
+#include <vector>
 
 #include "core/error.h"
 #include "core/file.h"
@@ -16,12 +17,16 @@ namespace {
 // A program that the plugin has loaded. Throws Error.
 class Program {
  public:
-  Program(const Plugin& plugin, const std::string& path, const std::string& packed, int threads,
-          const ModelInfo& info)
+  Program(const Plugin& plugin, const std::string& path, const std::string& packed, PackedFile what,
+          int threads, const ModelInfo& info)
       : plugin_(plugin) {
-    const PluginRequest request = {path.c_str(),      packed.empty() ? nullptr : packed.c_str(),
-                                   threads,           info.cache,
-                                   info.cache_rows,   info.vocab_size,
+    const PluginRequest request = {path.c_str(),
+                                   packed.empty() ? nullptr : packed.c_str(),
+                                   what,
+                                   threads,
+                                   info.cache,
+                                   info.cache_rows,
+                                   info.vocab_size,
                                    info.prefill_chunk};
     PluginMessage message = {};
     check(plugin_.open(request, &model_, &message), message);
@@ -36,7 +41,8 @@ class Program {
     PluginMessage message = {};
     check(plugin_.forward(model_, call, &message), message);
   }
-  void release_pages() const { plugin_.release_pages(model_); }
+  bool took_packed() const { return plugin_.took_packed(model_); }
+  void release_workspace() const { plugin_.release_workspace(model_); }
 
  private:
   static void check(int status, const PluginMessage& message) {
@@ -69,15 +75,16 @@ class Model : public EngineModel {
   Model(const Plugin& plugin, const std::string& path, const std::string& packed, int threads,
         const ModelInfo& info)
       : info_(info),
-        directory_(absolute_directory(path)),
-        program_(plugin, path, packed, threads, info) {
-    info_.packed = !packed.empty();
+        directories_{absolute_directory(path)},
+        program_(plugin, path, packed, PackedFile::kRead, threads, info) {
+    if (!packed.empty()) directories_.push_back(absolute_directory(packed));
+    info_.packed = program_.took_packed() && is_mapped(packed);
     release_heap();  // what loading allocated and freed is no memory of ours any more
   }
   const ModelInfo& info() const override { return info_; }
+  void release_workspace() const override { program_.release_workspace(); }
   void release_pages() const override {
-    program_.release_pages();
-    release_file_pages(directory_);
+    for (const std::string& directory : directories_) release_file_pages(directory);
   }
   std::unique_ptr<EngineState> open(const CacheView& cache) const override {
     return std::make_unique<State>(program_, cache);
@@ -85,7 +92,7 @@ class Model : public EngineModel {
 
  private:
   ModelInfo info_;
-  const std::string directory_;
+  std::vector<std::string> directories_;  // absolute: of the files that weights are mapped from
   const Program program_;
 };
 
@@ -110,9 +117,18 @@ void pack_pte(const std::string& path, const EngineOptions& options) {
     throw Error(EQKV_INVALID_ARGUMENT, "packed_weights names no directory for the packed weights.");
   }
   const Plugin& plugin = open_plugin(options.library);
+  // The thread of the caller is enough, as XNNPACK packs with no more, and the pool may have another
+  // size.
+  const auto load = [&](const std::string& file, PackedFile what) {
+    const Program program(plugin, path, file, what, 1, model.info);
+    return program.took_packed() && is_mapped(file);
+  };
   packed_weights(options, model.info, plugin)
       .make(packed_file_bytes(model.plan), [&](const std::string& file) {
-        const Program program(plugin, path, file, options.threads, model.info);
+        load(file, PackedFile::kWrite);
+        if (!load(file, PackedFile::kRead)) {
+          throw Error(EQKV_ENGINE_FAILED, "ExecuTorch does not map what it wrote.");
+        }
       });
 }
 

@@ -15,12 +15,11 @@ constexpr const char* kName = "libedge_qkv_executorch.dylib";
 #else
 constexpr const char* kName = "libedge_qkv_executorch.so";
 #endif
-constexpr const char* kRemedy =
-    "; install the Python package executorch and then edge-qkv once more from its sources (pip install "
-    "--force-reinstall --no-deps .), or build with -DEDGE_QKV_EXECUTORCH=ON";
+constexpr const char* kVariable = "EDGE_QKV_EXECUTORCH_LIBRARY";
 
 [[noreturn]] void refuse(const std::string& why) {
-  throw Error(EQKV_ENGINE_MISSING, "The ExecuTorch engine cannot be opened: " + why + kRemedy + ".");
+  throw Error(EQKV_ENGINE_MISSING,
+              "The ExecuTorch engine cannot be opened: " + why + kInstallRemedy + ".");
 }
 
 // Of the file that this function is in, with a slash at its end; or empty.
@@ -31,25 +30,38 @@ std::string own_directory() {
   return file.substr(0, file.rfind('/') + 1);
 }
 
+struct Choice {
+  std::string path;
+  std::string why_failed;  // before what dlopen says
+};
+
+Choice choose(const std::string& path) {
+  if (!path.empty()) return {path, ""};
+  const char* variable = std::getenv(kVariable);
+  if (variable && *variable) {
+    return {variable,
+            std::string("the environment variable ") + kVariable + " names " + variable + ": "};
+  }
+  const std::string beside = own_directory() + kName;
+  // Only for the sentence: in an Android package a library is opened at a path that is no file's.
+  const bool built = access(beside.c_str(), F_OK) == 0;
+  return {beside, built ? "" : "edge-qkv was built where there was no ExecuTorch: "};
+}
+
 }  // namespace
 
 const Plugin& open_plugin(const std::string& path) {
-  const char* variable = std::getenv("EDGE_QKV_EXECUTORCH");
-  const std::string chosen = !path.empty() ? path : variable ? variable : own_directory() + kName;
-  if (access(chosen.c_str(), F_OK) != 0) {
-    refuse("edge-qkv was built where there was no ExecuTorch (there is no " + chosen + ")");
-  }
-  void* handle = dlopen(chosen.c_str(), RTLD_NOW | RTLD_LOCAL);
+  const Choice chosen = choose(path);
+  void* handle = dlopen(chosen.path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) {
     const char* why = dlerror();
-    refuse(why ? why : chosen);
+    refuse(chosen.why_failed + (why ? why : chosen.path));
   }
   const auto function = reinterpret_cast<const Plugin* (*)()>(dlsym(handle, kPluginFunction));
-  if (!function) refuse(chosen + " is another library");
-  const Plugin* plugin = function();
-  if (plugin->interface != kPluginInterface)
-    refuse(chosen + " was built by another version of edge-qkv");
-  return *plugin;
+  const Plugin* plugin = function ? function() : nullptr;
+  if (plugin && plugin->interface == kPluginInterface) return *plugin;
+  dlclose(handle);
+  refuse(chosen.path + (function ? " was built by another version of edge-qkv" : " is another library"));
 }
 
 }  // namespace edge_qkv::et

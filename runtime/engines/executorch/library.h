@@ -7,8 +7,9 @@
 
 namespace edge_qkv::et {
 
-// The library at `path`; or else the environment variable EDGE_QKV_EXECUTORCH; or else the one beside
-// this library. Stays open until the process ends. Throws Error with EQKV_ENGINE_MISSING.
+// The library at `path`; or else, unless it is empty, that in the environment variable
+// EDGE_QKV_EXECUTORCH_LIBRARY; or else the one beside this library. Stays open until the process ends.
+// Throws Error with EQKV_ENGINE_MISSING.
 const Plugin& open_plugin(const std::string& path);
 
 }  // namespace edge_qkv::et

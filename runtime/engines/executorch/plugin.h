@@ -1,7 +1,8 @@
 // Between libedge_qkv and libedge_qkv_executorch: all that is compiled against ExecuTorch lies behind
 // this interface, in a library of its own, so that the runtime neither ships nor needs ExecuTorch.
 //
-// Both are built from one tree. No exception and no type of the C++ library crosses it.
+// Both are built from one tree by one compiler. No exception crosses it, and of the C++ library only
+// types that are no more than a number.
 #pragma once
 
 #include <atomic>
@@ -13,10 +14,21 @@
 namespace edge_qkv::et {
 
 // Grows with every change of this file or of CacheLayout.
-constexpr int kPluginInterface = 1;
+constexpr int kPluginInterface = 2;
 constexpr const char* kPluginFunction = "eqkv_executorch_plugin";
 
+// Of every sentence that says why there is no engine.
+constexpr const char* kInstallRemedy =
+    "; install the Python package executorch and then edge-qkv once more from its sources (pip install "
+    "--force-reinstall --no-deps .), or build with -DEDGE_QKV_EXECUTORCH=ON";
+
 struct PluginModel;  // a loaded program
+
+// What becomes of PluginRequest::packed.
+enum class PackedFile : int {
+  kRead,   // its weights are used, if they can be
+  kWrite,  // it is made, which fails where any part of it fails
+};
 
 struct PluginMessage {
   char text[1024];  // one sentence; set where a function fails
@@ -24,7 +36,8 @@ struct PluginMessage {
 
 struct PluginRequest {
   const char* path;    // of the program
-  const char* packed;  // file of packed weights: written where it is missing; null: none
+  const char* packed;  // file of packed weights; null: none
+  PackedFile packed_file;
   int threads;
   CacheLayout cache;  // what the program must have
   int64_t cache_rows;
@@ -49,7 +62,12 @@ struct Plugin {
   const char* executorch;  // the version it was built with
   int (*open)(const PluginRequest& request, PluginModel** model, PluginMessage* message);
   int (*forward)(PluginModel* model, const PluginCall& call, PluginMessage* message);
-  void (*release_pages)(PluginModel* model);  // between calls: of buffers, whose contents are not kept
+  // Whether the loaded program was given the weights of its file of packed ones, all as they are there;
+  // whether that was mapped, the caller sees.
+  bool (*took_packed)(const PluginModel* model);
+  // Gives back the pages of buffers, whose contents are not kept between calls; of none while a call of
+  // any model runs.
+  void (*release_workspace)(PluginModel* model);
   void (*close)(PluginModel* model);
 };
 

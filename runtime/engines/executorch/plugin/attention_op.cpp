@@ -1,5 +1,6 @@
 #include "attention_op.h"
 
+#include <executorch/runtime/core/exec_aten/util/dim_order_util.h>
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 #include <executorch/runtime/kernel/kernel_runtime_context.h>
 #include <executorch/runtime/kernel/operator_registry.h>
@@ -71,6 +72,13 @@ OperatorTensor describe(const EValue& value) {
   return described;
 }
 
+// As OperatorTensor promises: gaps a tensor of ExecuTorch has none.
+bool row_major(const EValue& value) {
+  if (!value.isTensor()) return true;
+  const auto order = value.toTensor().dim_order();
+  return executorch::runtime::is_contiguous_dim_order(order.data(), order.size());
+}
+
 // Reads an attribute that must be from 0 to INT_MAX.
 template <class Out>
 bool integer(const EValue& value, Out* out) {
@@ -120,6 +128,9 @@ std::string compute(const Span<EValue*>& arguments) {
   if (arguments.size() < kArguments || !read_attributes(arguments, &params)) {
     return "The attention's attributes are not those of this version of the operator.";
   }
+  for (const EValue* argument : arguments) {
+    if (!row_major(*argument)) return "The attention has a tensor that is not in row-major order.";
+  }
   OperatorTensor inputs[kOperatorInputs];
   for (size_t i = 0; i < kOperatorInputs; ++i) inputs[i] = describe(*arguments[i]);
   std::string unfit = read_operator(inputs, &params);
@@ -161,15 +172,18 @@ void kernel(KernelRuntimeContext& context, Span<EValue*> arguments) noexcept {
     context.fail(executorch::runtime::Error::Internal);
     return;
   }
-  const auto fail = [&](const std::string& failure) {
-    if (call && call->failure) *call->failure = failure;
-    context.fail(executorch::runtime::Error::InvalidArgument);
-  };
+  // The inner one: a sentence needs memory too. Without it the status alone says what happened.
   try {
-    const std::string failure = compute(arguments);
-    if (!failure.empty()) fail(failure);
-  } catch (const Aborted& aborted) {
-    fail(std::string(aborted.what()) + ".");
+    const auto fail = [&](std::string failure) {
+      context.fail(executorch::runtime::Error::InvalidArgument);
+      if (call && call->failure) *call->failure = std::move(failure);
+    };
+    try {
+      const std::string failure = compute(arguments);
+      if (!failure.empty()) fail(failure);
+    } catch (const Aborted& aborted) {
+      fail(std::string(aborted.what()) + ".");
+    }
   } catch (...) {
     context.fail(executorch::runtime::Error::MemoryAllocationFailed);
   }
@@ -178,9 +192,10 @@ void kernel(KernelRuntimeContext& context, Span<EValue*> arguments) noexcept {
 }  // namespace
 
 void register_attention() {
-  if (executorch::runtime::registry_has_op_function(kName)) return;
   // Aborts where the registry is full, which the wheel's has room not to be.
-  (void)executorch::runtime::register_kernel(executorch::runtime::Kernel(kName, kernel));
+  static const auto registered =
+      executorch::runtime::register_kernel(executorch::runtime::Kernel(kName, kernel));
+  (void)registered;
 }
 
 }  // namespace edge_qkv::et

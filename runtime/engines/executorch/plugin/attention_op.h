@@ -30,7 +30,7 @@ class CallGuard {
   CallGuard& operator=(const CallGuard&) = delete;
 };
 
-// Once a process, also where another copy of this library has done it: registering twice would abort.
+// Once, however often it is called: registering twice would abort.
 void register_attention();
 
 }  // namespace edge_qkv::et

@@ -12,7 +12,8 @@ class Aborted : public std::runtime_error {
 };
 
 // While one exists, what this thread logs is kept, and where it would abort, Aborted is thrown; what
-// others do goes where it went before.
+// others do goes where it went before. Throws Error where another copy of this library listens already:
+// each would pass on what it hears to the other.
 class LogGuard {
  public:
   LogGuard();
@@ -24,7 +25,10 @@ class LogGuard {
 // The first error that was logged since the guard was made, as a part of a sentence; or empty.
 std::string first_logged();
 
-// Forgets it: what is asked of ExecuTorch before a program is loaded may log that something is not
+// Whether XNNPACK found packed weights to be of another kernel, and packed those anew, in memory.
+bool logged_repacking();
+
+// Forgets both: what is asked of ExecuTorch before a program is loaded may log that something is not
 // there.
 void forget_logged();
 

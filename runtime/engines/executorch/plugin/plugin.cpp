@@ -1,4 +1,4 @@
-// The library's one function, and what is common to its calls: a lock, threads, errors as statuses.
+// What the library exports, and what is common to its calls: a lock, threads, errors as statuses.
 #include "engines/executorch/plugin.h"
 
 #include <dlfcn.h>
@@ -6,15 +6,17 @@
 #include <executorch/runtime/kernel/operator_registry.h>
 #include <executorch/runtime/platform/runtime.h>
 
-#include <algorithm>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <optional>
+#include <stdexcept>
 
 #include "attention_op.h"
 #include "core/error.h"
+#include "core/message.h"
 #include "log.h"
 #include "program.h"
 
@@ -54,31 +56,82 @@ std::mutex& process_mutex() {
 
 int models_on_pool = 0;
 
-void copy_message(const char* sentence, PluginMessage* message) {
-  std::strncpy(message->text, sentence, sizeof message->text - 1);
-  message->text[sizeof message->text - 1] = '\0';
+// Why the operators of kQuantizedKernels are missing; empty where they are not.
+std::string& missing_kernels() {
+  static auto& why = *new std::string;
+  return why;
+}
+
+int keep(eqkv_status status, const char* sentence, PluginMessage* message) {
+  copy_message(sentence, message->text, sizeof message->text);
+  return status;
+}
+
+template <class Function>
+int caught(PluginMessage* message, Function function) noexcept {
+  try {
+    function();
+    return EQKV_OK;
+  } catch (const Error& error) {
+    return keep(error.status(), error.what(), message);
+  } catch (const std::bad_alloc&) {
+    return keep(EQKV_OUT_OF_MEMORY, "There is not enough memory.", message);
+  } catch (const std::length_error&) {
+    return keep(EQKV_OUT_OF_MEMORY, "There is not enough memory.", message);
+  } catch (const std::exception& error) {
+    return keep(EQKV_ENGINE_FAILED, error.what(), message);
+  } catch (...) {
+    return keep(EQKV_ENGINE_FAILED, "An unknown error occurred.", message);
+  }
 }
 
 template <class Function>
 int guarded(PluginMessage* message, Function function) noexcept {
-  try {
+  return caught(message, [&] {
     const std::lock_guard<std::mutex> lock(process_mutex());
     const LogGuard log;
     function();
-    return EQKV_OK;
-  } catch (const Error& error) {
-    copy_message(error.what(), message);
-    return error.status();
-  } catch (const std::bad_alloc&) {
-    copy_message("There is not enough memory.", message);
-    return EQKV_OUT_OF_MEMORY;
-  } catch (const std::exception& error) {
-    copy_message(error.what(), message);
-    return EQKV_ENGINE_FAILED;
-  } catch (...) {
-    copy_message("An unknown error occurred.", message);
-    return EQKV_ENGINE_FAILED;
+  });
+}
+
+[[noreturn]] void refuse(const std::string& why) {
+  throw Error(EQKV_ENGINE_MISSING,
+              "The ExecuTorch engine cannot be opened: " + why + kInstallRemedy + ".");
+}
+
+// Of ExecuTorch's library, with a slash at its end; or empty.
+std::string executorch_directory() {
+  Dl_info info = {};
+  if (dladdr(reinterpret_cast<const void*>(&executorch::runtime::runtime_init), &info) == 0 ||
+      !info.dli_fname) {
+    return "";
   }
+  const std::string file = info.dli_fname;
+  return file.substr(0, file.rfind('/') + 1);
+}
+
+std::string without_build(const std::string& version) { return version.substr(0, version.find('+')); }
+
+// The classes of ExecuTorch are compiled into this library as its headers have them: those of another
+// version would be read as what they are not. Installed as a Python package it says which it is.
+void check_version() {
+  const std::string folder = executorch_directory(), built = EDGE_QKV_EXECUTORCH_VERSION;
+  std::ifstream file(folder + "../version.py");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("__version__ = ", 0) != 0) continue;
+    const size_t begin = line.find_first_of("'\""), end = line.find_last_of("'\"");
+    if (begin == end) return;
+    const std::string found = line.substr(begin + 1, end - begin - 1);
+    if (without_build(found) == without_build(built)) return;
+    refuse("it was built with ExecuTorch " + built + ", and the one in " + folder + " is " + found);
+  }
+}
+
+// Why `library` cannot be opened, or empty.
+std::string open_library(const std::string& library) {
+  if (dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL)) return "";
+  const char* why = dlerror();
+  return why ? why : library;
 }
 
 void start() {
@@ -87,9 +140,18 @@ void start() {
   // The library that PyTorch's side of ExecuTorch loads has the same kernels: a process must not load
   // both.
   if (!executorch::runtime::registry_has_op_function("quantized_decomposed::embedding_4bit.out")) {
-    dlopen(kQuantizedKernels, RTLD_NOW | RTLD_LOCAL);  // where it is missing, so will the operator be
+    missing_kernels() = open_library(executorch_directory() + kQuantizedKernels);
   }
   forget_logged();
+}
+
+std::unique_ptr<PluginModel> load(const PluginRequest& request, bool shares_pool) {
+  try {
+    return std::make_unique<PluginModel>(request, shares_pool);
+  } catch (const Error& error) {
+    if (missing_kernels().empty() || !std::strstr(error.what(), "quantized_decomposed::")) throw;
+    refuse(missing_kernels());
+  }
 }
 
 // A program is compiled for the pool that there is: it cannot change below one that is loaded.
@@ -116,13 +178,14 @@ std::optional<threadpool::NoThreadPoolGuard> guard(bool shares_pool) {
 }
 
 int open(const PluginRequest& request, PluginModel** model, PluginMessage* message) {
+  if (const int status = caught(message, check_version)) return status;  // before anything is called
   return guarded(message, [&] {
     static const bool started = (start(), true);
     (void)started;
     const bool shares_pool = request.threads > 1;
     if (shares_pool) use_threads(request.threads);
     const auto alone = guard(shares_pool);
-    *model = new PluginModel(request, shares_pool);
+    *model = load(request, shares_pool).release();
     models_on_pool += shares_pool ? 1 : 0;
   });
 }
@@ -134,9 +197,12 @@ int forward(PluginModel* model, const PluginCall& call, PluginMessage* message) 
   });
 }
 
-void release_pages(PluginModel* model) {
-  PluginMessage ignored;
-  guarded(&ignored, [&] { model->program.release_pages(); });
+bool took_packed(const PluginModel* model) { return model->program.took_packed(); }
+
+void release_workspace(PluginModel* model) {
+  // Whoever trims does not wait for an evaluation: what it uses comes back at once anyway.
+  const std::unique_lock<std::mutex> lock(process_mutex(), std::try_to_lock);
+  if (lock) model->program.release_workspace();
 }
 
 void close(PluginModel* model) {
@@ -147,16 +213,12 @@ void close(PluginModel* model) {
   });
 }
 
-constexpr Plugin kPlugin = {
-    kPluginInterface, EDGE_QKV_EXECUTORCH_VERSION, open, forward, release_pages, close};
+constexpr Plugin kPlugin = {kPluginInterface, EDGE_QKV_EXECUTORCH_VERSION, open, forward,
+                            took_packed,      release_workspace,           close};
 
 }  // namespace
 }  // namespace edge_qkv::et
 
 extern "C" __attribute__((visibility("default"))) const edge_qkv::et::Plugin* eqkv_executorch_plugin() {
   return &edge_qkv::et::kPlugin;
-}
-
-extern "C" __attribute__((visibility("default"))) const char* eqkv_executorch_version() {
-  return EDGE_QKV_EXECUTORCH_VERSION;
 }

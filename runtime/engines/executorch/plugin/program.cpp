@@ -39,7 +39,8 @@ std::string reason(runtime::Error error) {
 }
 
 [[noreturn]] void refuse(const std::string& path, const std::string& why) {
-  throw Error(EQKV_BAD_PACKAGE, path + ": cannot be loaded by ExecuTorch: " + why + ".");
+  throw Error(EQKV_BAD_PACKAGE, path + ": cannot be loaded by ExecuTorch: " + why +
+                                    "; export the model again, or copy it again.");
 }
 
 aten::ScalarType scalar_type(const CacheLayout& layout, int64_t tensor) {
@@ -71,6 +72,10 @@ PlannedBuffer::PlannedBuffer(size_t bytes) : bytes_(bytes) {
     throw Error(EQKV_OUT_OF_MEMORY, "There is no memory for the buffers of the program.");
   }
   data_ = static_cast<uint8_t*>(data);
+#if defined(MADV_NOHUGEPAGE)
+  // A huge page would commit 2 MiB of a buffer of which a token uses a few pages.
+  madvise(data_, std::max<size_t>(bytes, 1), MADV_NOHUGEPAGE);
+#endif
 }
 
 PlannedBuffer::PlannedBuffer(PlannedBuffer&& other) noexcept
@@ -91,13 +96,13 @@ LoadedProgram::LoadedProgram(const PluginRequest& request)
       threads_(request.threads),
       logits_(static_cast<size_t>(prefill_chunk_ * vocab_size_) * sizeof(float)) {
   try {
-    load(request.packed);
+    load(request);
   } catch (const Aborted& aborted) {
     refuse(path_, aborted.what());
   }
 }
 
-void LoadedProgram::load(const char* packed) {
+void LoadedProgram::load(const PluginRequest& request) {
   auto loader = executorch::extension::MmapDataLoader::from(
       path_.c_str(), executorch::extension::MmapDataLoader::MlockConfig::NoMlock);
   if (!loader.ok()) refuse(path_, reason(loader.error()));
@@ -108,7 +113,7 @@ void LoadedProgram::load(const char* packed) {
   program_ = std::make_unique<runtime::Program>(std::move(program.get()));
   check_interface();
   plan_memory();
-  load_method(packed);
+  load_method(request);
   find_caches();
 }
 
@@ -154,29 +159,42 @@ void LoadedProgram::plan_memory() {
                                                      &temporary_memory_);
 }
 
-void LoadedProgram::load_method(const char* packed) {
-  runtime::BackendOptions<3> options;
-  constexpr int kWorkspacePerModel = 1;  // freed with the model, and shared by its parts
-  (void)options.set_option("workspace_sharing_mode", kWorkspacePerModel);
-  if (packed) {
-    if (std::strlen(packed) >= runtime::kMaxOptionValueLength) {
-      throw Error(EQKV_INVALID_ARGUMENT, std::string(packed) +
-                                             ": is a longer path than ExecuTorch takes; choose another "
-                                             "directory for the packed weights.");
-    }
-    (void)options.set_option("weight_cache_enabled", true);
-    (void)options.set_option("packed_cache_path", packed);
+void LoadedProgram::load_method(const PluginRequest& request) {
+  const char* packed = request.packed;
+  const bool writes = packed && request.packed_file == PackedFile::kWrite;
+  if (packed && std::strlen(packed) >= runtime::kMaxOptionValueLength) {
+    throw Error(EQKV_INVALID_ARGUMENT, std::string(packed) +
+                                           ": is a longer path than ExecuTorch takes; choose another "
+                                           "directory for the packed weights.");
+  }
+  if (packed && !writes) {
     // XNNPACK maps the file, and then locks it for itself alone where nobody holds a lock: another
     // process would keep a copy of its own in memory. Where all hold this one, all map it and none
-    // writes.
+    // writes: neither over one that is damaged nor one that was removed meanwhile.
     packed_ = File(open(packed, O_RDONLY | O_CLOEXEC));
-    if (packed_) flock(packed_.get(), LOCK_SH | LOCK_NB);
+    if (!packed_ || flock(packed_.get(), LOCK_SH | LOCK_NB) != 0) packed = nullptr;
+  }
+  const auto set = [](runtime::Error error) {
+    if (error == runtime::Error::Ok) return;
+    throw Error(EQKV_ENGINE_FAILED,
+                std::string("ExecuTorch refused an option: ") + runtime::to_string(error) + ".");
+  };
+  runtime::BackendOptions<3> options;
+  constexpr int kWorkspacePerModel = 1;  // freed with the model, and shared by its parts
+  set(options.set_option("workspace_sharing_mode", kWorkspacePerModel));
+  if (packed) {
+    set(options.set_option("weight_cache_enabled", true));
+    set(options.set_option("packed_cache_path", packed));
   }
   runtime::LoadBackendOptionsMap map;
-  (void)map.set_options(kBackend, options.view());
+  set(map.set_options(kBackend, options.view()));
   auto method = program_->load_method(kMethod, memory_.get(), nullptr, nullptr, &map);
   if (!method.ok()) refuse(path_, reason(method.error()));
   method_ = std::make_unique<runtime::Method>(std::move(method.get()));
+  // What cannot be written XNNPACK keeps in memory, and goes on.
+  const std::string logged = first_logged();
+  if (writes && !logged.empty()) throw Error(EQKV_ENGINE_FAILED, "ExecuTorch failed: " + logged + ".");
+  took_packed_ = packed && !logged_repacking();
 }
 
 void LoadedProgram::find_caches() {
@@ -194,6 +212,25 @@ void LoadedProgram::find_caches() {
 }
 
 void LoadedProgram::forward(const PluginCall& call) {
+  if (broken_) {
+    throw Error(EQKV_ENGINE_FAILED,
+                "ExecuTorch gave up in an earlier evaluation of this model; open the model again.");
+  }
+  // Until the end is reached, or an error that ExecuTorch itself returned.
+  broken_ = true;
+  try {
+    evaluate(call);
+  } catch (const Aborted& aborted) {
+    throw Error(EQKV_ENGINE_FAILED,
+                std::string("ExecuTorch failed: ") + aborted.what() + "; open the model again.");
+  } catch (const Error&) {
+    broken_ = false;
+    throw;
+  }
+  broken_ = false;
+}
+
+void LoadedProgram::evaluate(const PluginCall& call) {
   for (size_t i = 0; i < caches_.size(); ++i) caches_[i]->set_data(call.caches[i]);
   ids_.assign(call.tokens, call.tokens + call.count);
   rows_.resize(call.logit_rows);
@@ -221,11 +258,9 @@ void LoadedProgram::forward(const PluginCall& call) {
   check(method_->set_output_data_ptr(logits_.span().data(), logits_.span().size(), 0));
   const RunningCall running = {
       static_cast<size_t>(threads_), call.stop, &failure, call.caches, caches_.size(), &spans_};
-  try {
+  {
     const CallGuard guard(running);
     check(method_->execute());
-  } catch (const Aborted& aborted) {
-    throw Error(EQKV_ENGINE_FAILED, std::string("ExecuTorch failed: ") + aborted.what() + ".");
   }
 
   const runtime::EValue& output = method_->get_output(0);
@@ -238,7 +273,7 @@ void LoadedProgram::forward(const PluginCall& call) {
   if (call.logit_rows > 1) logits_.release();
 }
 
-void LoadedProgram::release_pages() const {
+void LoadedProgram::release_workspace() const {
   for (const PlannedBuffer& buffer : buffers_) buffer.release();
   logits_.release();
 }

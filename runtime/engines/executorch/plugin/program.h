@@ -39,12 +39,14 @@ class LoadedProgram {
   explicit LoadedProgram(const PluginRequest& request);
 
   void forward(const PluginCall& call);
-  void release_pages() const;
+  void release_workspace() const;
+  bool took_packed() const { return took_packed_; }
 
  private:
-  void load(const char* packed);
+  void load(const PluginRequest& request);
   void plan_memory();
-  void load_method(const char* packed);
+  void load_method(const PluginRequest& request);
+  void evaluate(const PluginCall& call);
   void check_interface();
   void find_caches();
 
@@ -53,6 +55,8 @@ class LoadedProgram {
   const int64_t cache_rows_, vocab_size_, prefill_chunk_;
   const int threads_;
   const PlannedBuffer logits_;  // [prefill_chunk, vocab_size]
+  bool took_packed_ = false;
+  bool broken_ = false;  // its method was left in the middle of an evaluation
   // Members below use those above them.
   File packed_;  // held while it is mapped
   std::unique_ptr<executorch::extension::MmapDataLoader> loader_;
