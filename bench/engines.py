@@ -195,9 +195,8 @@ def _prepare(bench: _Bench, column: Column) -> None:
 
 def _packed_files(directory: Path, facts: dict[str, Any]) -> list[Path]:
     """Those of this model by this engine; see runtime/engines/packed.h."""
-    maker = f"{facts['engine']} {facts['version']}"
     markers = directory.glob(f"packed-{facts['fingerprint'][:16]}-*/packed.txt")
-    made = [marker.parent for marker in markers if maker in marker.read_text().splitlines()]
+    made = [marker.parent for marker in markers if f"\n{facts['engine']} " in marker.read_text()]
     return sorted(file for folder in made for file in folder.iterdir())
 
 

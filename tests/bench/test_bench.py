@@ -43,6 +43,14 @@ def executorch_package(tmp_path_factory, tiny_checkpoint) -> Path:
     return output
 
 
+def test_packed_files_of_executorch_are_dropped_and_counted_too(executorch_package, tmp_path, capsys):
+    options = ("--packed", str(tmp_path), "--repeats", "1", "--depths", "5", "--json")
+    assert engines.main([str(executorch_package), *options]) == 0
+    _, packed = json.loads(capsys.readouterr().out)["columns"]
+    (folder,) = tmp_path.glob("packed-*")
+    assert packed["packed_bytes"] == sum(file.stat().st_size for file in folder.iterdir()) > 0
+
+
 def test_two_engines_side_by_side_as_json(tiny_package, executorch_package, capsys):
     capsys.readouterr()
     options = ("--repeats", "2", "--threads", "1", "--json")
