@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -15,7 +16,8 @@ import torch
 
 from conftest import TINY, needs
 from eager import expect, walk_session
-from edge_qkv import Cancelled, ContextFull, InputError, Model, OverBudget, Session, pack, plan
+from edge_qkv import Cancelled, ContextFull, InputError, Model, OverBudget, Package, Session, pack, plan
+from edge_qkv.package import MODEL_FILES
 from memory_probe import measure
 
 CAPACITY, CHUNK = TINY.max_positions, 16
@@ -67,6 +69,32 @@ def test_logits_are_the_decoders(case, chunk):
     expected = expect(decoder, CAPACITY, cache)
     with Model(package, threads=2) as model, Session(model, CAPACITY, chunk) as session:
         walk_session(session, expected, CHUNK)
+
+
+@pytest.mark.parametrize("policy", [dict(overflow="window", sinks=0, window=16), dict(overflow="shift", block=12)])
+def test_a_full_context_drops_what_no_query_sees(target, random_package, ids, policy):
+    """A model that looks back 16 tokens writes in a context of 40 what it writes in one that holds everything; more in
+    test_overflow.py."""
+    decoder, package = random_package(target, replace(TINY, window=16), chunk=CHUNK)
+    with torch.no_grad():
+        expected = decoder(torch.tensor([ids[:CAPACITY]]))[0][0].numpy()
+    with Session(package, context=40, prefill_chunk=8, **policy) as session:
+        # Moved rows are rotated once more; logits are of order 10.
+        np.testing.assert_allclose(session.score(ids[:CAPACITY]), expected, atol=3e-4)
+        assert session.dropped > 0
+
+
+@pytest.mark.parametrize("cut", [0, 100, 0.5, 0.99])
+def test_a_model_file_that_was_cut_off_is_one_sentence(tiny, tmp_path, cut):
+    """More in test_bad_models.py."""
+    package = shutil.copytree(tiny, tmp_path / "package")
+    model = package / MODEL_FILES[Package.open(package).target]
+    whole = model.stat().st_size
+    os.truncate(model, cut if isinstance(cut, int) else int(cut * whole))
+    for verify in (True, False):
+        with pytest.raises(InputError, match=re.escape(model.name)) as refused:
+            Model(package, verify=verify)
+        assert "\n" not in str(refused.value)
 
 
 def test_one_thread_computes_what_two_do(tiny, ids):

@@ -216,18 +216,13 @@ void LoadedProgram::forward(const PluginCall& call) {
     throw Error(EQKV_ENGINE_FAILED,
                 "ExecuTorch gave up in an earlier evaluation of this model; open the model again.");
   }
-  // Until the end is reached, or an error that ExecuTorch itself returned.
-  broken_ = true;
   try {
     evaluate(call);
   } catch (const Aborted& aborted) {
+    broken_ = true;  // it stands in the middle of an evaluation, and nothing takes it out of there
     throw Error(EQKV_ENGINE_FAILED,
                 std::string("ExecuTorch failed: ") + aborted.what() + "; open the model again.");
-  } catch (const Error&) {
-    broken_ = false;
-    throw;
   }
-  broken_ = false;
 }
 
 void LoadedProgram::evaluate(const PluginCall& call) {
