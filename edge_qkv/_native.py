@@ -228,12 +228,12 @@ def executorch_path() -> Path | None:
     return path if path.exists() else None
 
 
-# Target of a package -> where the shared library of its engine is.
-_ENGINE_LIBRARIES = {"onnx": onnxruntime_path, "executorch": executorch_path}
+# Target of a package -> where the shared library of its engine is, unless libedge_qkv finds it by itself.
+_ENGINE_LIBRARIES = {"onnx": onnxruntime_path}
 
 
 def engine_library(target: str) -> Path | None:
-    """The shared library of the engine that runs a target's packages; None: libedge_qkv needs no other."""
+    """The shared library of the engine that runs a target's packages; None: libedge_qkv finds it."""
     find = _ENGINE_LIBRARIES.get(target)
     return find() if find else None
 

@@ -182,12 +182,12 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument
     add("checkpoint", help="checkpoint file or directory, or random:PRESET for random weights")
-    add("--target", default="onnx", choices=tuple(TARGETS), help="engine that is to run the package; default: onnx")
+    add("--target", default="onnx", choices=tuple(TARGETS), help="engine that is to run the package")
     add(
         "--weights",
         default="int4",
         choices=WEIGHTS,
-        help="weight type; for executorch int4 is 8da4w and int8 is 8da8w; default: int4",
+        help="weight type; for executorch int4 is 8da4w and int8 is 8da8w",
     )
     add("--cache", default="fp16", choices=tuple(CACHE_BYTES), help="cache type; fixed at export")
     add(

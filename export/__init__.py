@@ -56,8 +56,13 @@ def _onnx(checkpoint: str, output: Path, *, prefill_chunk: int | None = None, **
 
 
 def _executorch(checkpoint: str, output: Path, **options) -> dict[str, Any]:
-    if importlib.util.find_spec("executorch") is None or importlib.util.find_spec("torchao") is None:
-        raise InputError("--target executorch needs ExecuTorch; install it with `pip install 'edge-qkv[executorch]'`")
+    missing = [name for name in ("executorch", "torchao") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"--target executorch needs {' and '.join(missing)}; install executorch and torchao, and then edge-qkv "
+            "once more from its sources, part of which is compiled against ExecuTorch: pip install executorch torchao, "
+            "and there pip install '.[executorch]'"
+        )
     with quiet():
         from edge_qkv.export.executorch import export_executorch
     return _export(export_executorch, checkpoint, output, **options)

@@ -147,17 +147,18 @@ def _run(package: Path, library: Path, **variables: str) -> subprocess.Completed
     return subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environment)
 
 
-def _sentence(package: Path, library: Path, **variables: str) -> str:
-    """What it says on its one line, with the remedy of every library that is not there or does not fit."""
+INSTALL = (
+    "; install the Python package executorch and then edge-qkv once more from its sources (pip install ",
+    "-DEDGE_QKV_EXECUTORCH=ON",
+)
+
+
+def _sentence(package: Path, library: Path, remedy: tuple[str, ...] = INSTALL, **variables: str) -> str:
+    """What it says on its one line, which names the remedy."""
     done = _run(package, library, **variables)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
-    for words in (
-        "The ExecuTorch engine cannot be opened: ",
-        "; install the Python package executorch and then ",
-        "from its sources (pip install ",
-        "-DEDGE_QKV_EXECUTORCH=ON",
-    ):
+    for words in ("The ExecuTorch engine cannot be opened: ", *remedy):
         assert words in line
     return line
 
@@ -181,7 +182,7 @@ def test_without_its_library_it_says_how_to_get_it(random_package, library):
 
 def test_a_variable_that_names_no_library_is_named(random_package, library):
     package = random_package("executorch")[1]
-    line = _sentence(package, library, **{VARIABLE: "/nowhere/lib.so"})
+    line = _sentence(package, library, ("; correct it, or unset it",), **{VARIABLE: "/nowhere/lib.so"})
     assert f"the environment variable {VARIABLE} names /nowhere/lib.so: /nowhere/lib.so: cannot open" in line
     assert _run(package, library, **{VARIABLE: str(_of_executorch(_native.library_path()))}).returncode == 0
 

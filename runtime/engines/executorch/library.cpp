@@ -17,9 +17,8 @@ constexpr const char* kName = "libedge_qkv_executorch.so";
 #endif
 constexpr const char* kVariable = "EDGE_QKV_EXECUTORCH_LIBRARY";
 
-[[noreturn]] void refuse(const std::string& why) {
-  throw Error(EQKV_ENGINE_MISSING,
-              "The ExecuTorch engine cannot be opened: " + why + kInstallRemedy + ".");
+[[noreturn]] void refuse(const std::string& why, const std::string& remedy) {
+  throw Error(EQKV_ENGINE_MISSING, "The ExecuTorch engine cannot be opened: " + why + remedy + ".");
 }
 
 // Of the file that this function is in, with a slash at its end; or empty.
@@ -33,19 +32,22 @@ std::string own_directory() {
 struct Choice {
   std::string path;
   std::string why_failed;  // before what dlopen says
+  std::string remedy;
 };
 
 Choice choose(const std::string& path) {
-  if (!path.empty()) return {path, ""};
+  if (!path.empty()) {
+    return {path, "", "; name libedge_qkv_executorch as engine_library, or leave it out"};
+  }
   const char* variable = std::getenv(kVariable);
   if (variable && *variable) {
-    return {variable,
-            std::string("the environment variable ") + kVariable + " names " + variable + ": "};
+    return {variable, std::string("the environment variable ") + kVariable + " names " + variable + ": ",
+            "; correct it, or unset it"};
   }
   const std::string beside = own_directory() + kName;
   // Only for the sentence: in an Android package a library is opened at a path that is no file's.
   const bool built = access(beside.c_str(), F_OK) == 0;
-  return {beside, built ? "" : "edge-qkv was built where there was no ExecuTorch: "};
+  return {beside, built ? "" : "edge-qkv was built where there was no ExecuTorch: ", kInstallRemedy};
 }
 
 }  // namespace
@@ -55,13 +57,14 @@ const Plugin& open_plugin(const std::string& path) {
   void* handle = dlopen(chosen.path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!handle) {
     const char* why = dlerror();
-    refuse(chosen.why_failed + (why ? why : chosen.path));
+    refuse(chosen.why_failed + (why ? why : chosen.path), chosen.remedy);
   }
   const auto function = reinterpret_cast<const Plugin* (*)()>(dlsym(handle, kPluginFunction));
   const Plugin* plugin = function ? function() : nullptr;
   if (plugin && plugin->interface == kPluginInterface) return *plugin;
   dlclose(handle);
-  refuse(chosen.path + (function ? " was built by another version of edge-qkv" : " is another library"));
+  refuse(chosen.path + (function ? " was built by another version of edge-qkv" : " is another library"),
+         chosen.remedy);
 }
 
 }  // namespace edge_qkv::et
