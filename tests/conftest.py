@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,11 @@ def write_checkpoint(folder: Path, config: ModelConfig, tokenizer=None, seed: in
     if tokenizer is not None:
         tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+def hears_ctrl_c() -> None:
+    """For `preexec_fn`: where the tests run in the background of a script they ignore SIGINT, and so would this."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def needs(target: str) -> None:

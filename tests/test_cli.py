@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conftest import hears_ctrl_c
 from edge_qkv import Session
 from edge_qkv.cli import main
 from samples import write_2606
@@ -302,7 +303,7 @@ def test_ctrl_c_stops_cleanly_and_saves(bundled_package, tmp_path):
     saved = tmp_path / "saved"
     command = [sys.executable, "-m", "edge_qkv", "run", str(package), "--prompt", "KING.", "--context", "32768"]
     command += ["--max-tokens", "30000", "--save", str(saved)]  # a minute's work at least
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hears_ctrl_c)
     begun = process.stdout.read(30)
     process.send_signal(signal.SIGINT)
     rest, error = process.communicate(timeout=60)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conftest import hears_ctrl_c
 from edge_qkv import EdgeQKVError, Session
 from edge_qkv.bench import engines, page_cache
 from edge_qkv.bench.one_package import PREFILL, TOLERANCE, difference
@@ -183,7 +184,7 @@ def test_pages_of_files_are_dropped_and_read(tmp_path):
 def test_ctrl_c_ends_it_without_a_trace(tiny_package, send):
     command = [sys.executable, "-m", "edge_qkv.bench.engines", str(tiny_package), "--repeats", "1000"]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen(command, start_new_session=True, **pipes)
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=hears_ctrl_c, **pipes)
     for line in process.stderr:
         if "round 1 of" in line:
             break
