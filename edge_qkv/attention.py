@@ -13,6 +13,7 @@ from torch import Tensor
 from edge_qkv.config import ModelConfig
 
 FP16_MAX = 65504.0
+CACHE_DTYPE = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}  # by cache type
 
 
 def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:

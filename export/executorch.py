@@ -14,13 +14,10 @@ from edge_qkv.errors import InputError
 from edge_qkv.export import executorch_program, executorch_weights, operator
 from edge_qkv.export.packaging import Runner, Stored, check_cache, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
+from edge_qkv.package import MODEL_FILES
 from edge_qkv.stored import DEFAULT_PREFILL_CHUNK, stored_as
 
-# The group size is chosen by measurement: with groups of 32 / 64 / 128 the bundled model's perplexity over its first
-# 4,096 held-out tokens rises by 0.76 / 0.53 / 0.81 % (its logits err by 0.12 / 0.14 / 0.14 on average); 1.2B Q-MQA,
-# packed, decodes in 15.0 / 12.9 / 13.0 ms and prefills 554 / 655 / 721 tokens/s from files of 756 / 727 / 712 MB
-# (2 cores with AVX-512).
-MODEL = "model.pte"
+MODEL = MODEL_FILES["executorch"]
 MOST_TOKENS_AT_ONCE = 4096  # buffers are planned for as many
 _UNKNOWN = "0" * 64  # stands for the fingerprint until the rest of the file is known
 

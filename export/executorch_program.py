@@ -12,12 +12,12 @@ from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_
 from executorch.exir.passes import MemoryPlanningPass
 from torch import Tensor, nn
 
+from edge_qkv.attention import CACHE_DTYPE
 from edge_qkv.config import CACHE_BYTES, ModelConfig
 from edge_qkv.export import operator
 from edge_qkv.export.progress import quiet
 from edge_qkv.model import Decoder
 
-CACHE_DTYPE = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
 PAGE_BYTES = 65_536  # the largest memory page of the systems we know; a buffer's rows are whole pages of any of them
 _EXAMPLE_TOKENS, _EXAMPLE_ROWS = 5, 3  # never 0 or 1: tracing would take those for constants
 

@@ -8,12 +8,12 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
+from edge_qkv.attention import CACHE_DTYPE
 from edge_qkv.config import ModelConfig
 from edge_qkv.export import onnx_function, operator
 from edge_qkv.export.progress import quiet
 from edge_qkv.model import Decoder
 
-CACHE_DTYPE = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
 _EXAMPLE_TOKENS, _EXAMPLE_ROWS, _EXAMPLE_CAPACITY = 5, 3, 8  # never 0 or 1: tracing would take those for constants
 
 
