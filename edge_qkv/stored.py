@@ -13,9 +13,9 @@ BLOCK_SIZES = (32, 64, 128)
 ALIGNMENT = 4096  # of each tensor in the data file of an ONNX model
 INLINE_BELOW = 1024  # bytes; smaller tensors are in the graph
 DEFAULT_BLOCK_SIZE = 128  # of --target onnx; chosen by measurement, see export/onnx.py
-# Of --target executorch, chosen by measurement: with groups of 32 / 64 / 128 the bundled model's perplexity over its first
-# 4,096 held-out tokens rises by 0.76 / 0.53 / 0.81 % (its logits err by 0.12 / 0.14 / 0.14 on average); 1.2B Q-MQA,
-# packed, decodes in 15.0 / 12.9 / 13.0 ms and prefills 554 / 655 / 721 tokens/s from files of 756 / 727 / 712 MB
+# Of --target executorch, chosen by measurement: with groups of 32 / 64 / 128 the bundled model's perplexity over its
+# first 4,096 held-out tokens rises by 0.76 / 0.53 / 0.81 % (its logits err by 0.12 / 0.14 / 0.14 on average); 1.2B
+# Q-MQA, packed, decodes in 15.0 / 12.9 / 13.0 ms and prefills 554 / 655 / 721 tokens/s from files of 756 / 727 / 712 MB
 # (2 cores with AVX-512).
 DEFAULT_GROUP_SIZE = 64
 DEFAULT_PREFILL_CHUNK = 128  # of a target whose files fix the largest chunk
