@@ -57,7 +57,6 @@ class Model:
         options = ModelOptions(threads, self._budget, context or 0, prefill_chunk, packed, spill)
         self._engine = open_model(self.package, options)
         self.config, self.info = self.package.config, self._engine.info
-        self._check_against_manifest()
 
     @property
     def has_budget(self) -> bool:
@@ -99,16 +98,3 @@ class Model:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-    def _check_against_manifest(self) -> None:
-        config, path = self.config, self.package.path
-        if self.cache_type != self.package.manifest.get("cache") or self.info.cache_bytes_per_token != (
-            config.cache_bytes_per_token(self.cache_type)
-        ):
-            raise InputError(f"{path}: edge_qkv.json and the model file disagree on the cache; export again")
-        for field in ("vocab_size", "layers", "kv_heads", "head_dim", "max_positions"):
-            if getattr(self.info, field) != getattr(config, field):
-                raise InputError(
-                    f"{path}: edge_qkv.json and the model file disagree on {field} "
-                    f"({getattr(config, field)} and {getattr(self.info, field)}); export the package again"
-                )

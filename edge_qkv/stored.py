@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from edge_qkv import _native
-from edge_qkv.config import ModelConfig
+from edge_qkv.config import CACHE_BYTES, ModelConfig
 from edge_qkv.errors import InputError
 
 BLOCK_SIZES = (32, 64, 128)
@@ -73,6 +73,8 @@ class Storage:
     file_bytes_per_layer: int  # and of that in each layer
     prefill_chunk: int = 0  # the most tokens of a call, unless an export is told otherwise; 0: any number
     pads_mlp: bool = False  # the MLP's inner width is whole blocks, in all of its matrices
+    caches: tuple[str, ...] = tuple(CACHE_BYTES)  # types that the engine can keep
+    whole_cache: bool = False  # the cache has room for all positions of the model, whatever a session's context
 
 
 _FLOAT = Format()
@@ -131,6 +133,13 @@ def stored_as(target: str, weights: str, block_size: int | None = None) -> tuple
     block = (block_size or stored.default_block) if stored.default_block else 0
     formats = (stored.layers, stored.head, stored.embedding, stored.positions)
     return kind, Weights(*(f.chosen(block) for f in formats)), block
+
+
+def cache_bytes_per_token(config: ModelConfig, cache: str, target: str) -> int:
+    """Bytes that the engine of a target keeps of a token; raises `InputError` for a cache that it has not."""
+    if cache not in STORAGE[target].caches:
+        raise InputError(f"--cache {cache}: a {target} package has {' or '.join(STORAGE[target].caches)}")
+    return config.cache_bytes_per_token(cache)
 
 
 def plan_model(

@@ -10,6 +10,7 @@ import numpy as np
 from edge_qkv import _native
 from edge_qkv.engines import ModelOptions
 from edge_qkv.engines.closable import Closable
+from edge_qkv.errors import InputError
 from edge_qkv.package import Package
 from edge_qkv.packing import model_options
 
@@ -45,6 +46,7 @@ class NativeModel(_Handle):
         _native.call("eqkv_model_open", path, ctypes.byref(given), ctypes.byref(self._handle))
         self.info = _native.ModelInfo()
         self.call("eqkv_model_get_info", ctypes.byref(self.info))
+        self._check_against_manifest(package)
 
     def open_session(self, options: _native.SessionOptions) -> NativeSession:
         session = NativeSession(self.info.vocab_size, options.context)
@@ -56,6 +58,18 @@ class NativeModel(_Handle):
 
     def watch_pressure(self, cgroup: bytes | None) -> None:
         self.call("eqkv_model_watch_pressure", cgroup)
+
+    def _check_against_manifest(self, package: Package) -> None:
+        config, path, info = package.config, package.path, self.info
+        cache = info.cache_type.decode()
+        if cache != package.manifest.get("cache") or info.cache_bytes_per_token != config.cache_bytes_per_token(cache):
+            raise InputError(f"{path}: edge_qkv.json and the model file disagree on the cache; export again")
+        for field in ("vocab_size", "layers", "kv_heads", "head_dim", "max_positions"):
+            if getattr(info, field) != getattr(config, field):
+                raise InputError(
+                    f"{path}: edge_qkv.json and the model file disagree on {field} "
+                    f"({getattr(config, field)} and {getattr(info, field)}); export the package again"
+                )
 
 
 class NativeSession(_Handle):
