@@ -164,6 +164,7 @@ def lower(decoder: Decoder, chunk: int, facts: Mapping[str, str], package: Path,
     check(spec, states)
     spec.description.metadata.userDefined.update({METADATA + name: value for name, value in facts.items()})
     description.write_bytes(spec.SerializeToString(deterministic=True))
+    description.chmod(0o644)  # coremltools makes it for its owner alone
 
 
 def _converted(function: Function, with_row: bool) -> Program:

@@ -105,7 +105,7 @@ class StoredTable(_Module):
         return torch.ops.edge_qkv_coreml.lookup(indices, self.weight, self.scales, self.bits)
 
 
-class HalfRMSNorm(nn.Module):
+class ScaledRMSNorm(nn.Module):
     """RMSNorm whose squares fit fp16: a value above 256 has none there, and residual streams have such values.
 
     Divided by its largest value a row has squares of at most 1 and a mean of at least 1 / width.
@@ -113,12 +113,13 @@ class HalfRMSNorm(nn.Module):
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
-        self.eps, self.weight, self.bias = norm.eps, norm.weight, norm.bias
+        self.weight, self.bias = norm.weight, norm.bias
+        self.register_buffer("root_eps", torch.tensor(norm.eps**0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        largest = x.abs().amax(-1, keepdim=True).clamp(min=2.0**-10)  # whose reciprocal, and eps over it, fp16 has
-        x, eps = x / largest, self.eps**0.5 / largest
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps.square()) * self.weight
+        largest = x.abs().amax(-1, keepdim=True).clamp(min=2.0**-10)  # over which 1 and the root of eps are fp16
+        x, root_eps = x / largest, self.root_eps / largest
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + root_eps.square()) * self.weight
         return x if self.bias is None else x + self.bias
 
 
@@ -157,7 +158,7 @@ def load(checkpoint: Checkpoint, attend: Callable, how: Weights, progress: Progr
         for name, _ in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(read(f"{path}.{name}").clone(), requires_grad=False))
         if isinstance(module, RMSNorm):
-            setattr(decoder.get_submodule(parent), child, HalfRMSNorm(module))
+            setattr(decoder.get_submodule(parent), child, ScaledRMSNorm(module))
     return decoder.eval()
 
 
