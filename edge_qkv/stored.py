@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -19,30 +20,46 @@ DEFAULT_BLOCK_SIZE = 128  # of --target onnx; chosen by measurement, see export/
 # (2 cores with AVX-512).
 DEFAULT_GROUP_SIZE = 64
 DEFAULT_PREFILL_CHUNK = 128  # of a target whose files fix the largest chunk
+# Of --target coreml, whose scores are a matrix [heads * chunk, capacity] in fp16, and their softmax another: with 32
+# heads and a capacity of 32,768 that is 2 MiB a token of the chunk. At 32 each of the two is smaller than the cache.
+DEFAULT_COREML_CHUNK = 32
+DEFAULT_COREML_BLOCK = 32  # of --target coreml
+SHORTEST_BLOCK = 8  # of 4-bit codes: with shorter ones and their fp16 scales a weight has as many bits as with 8-bit codes
 
 _CHOSEN = -1  # stands for the block size that --block-size gives
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a matrix is stored: float32, or codes of 4 or 8 bits and the scales of their blocks."""
+    """How a matrix is stored: as floats, or codes of 4 or 8 bits and the scales of their blocks."""
 
     bits: int = 32
-    scale_bytes: int = 0
+    scale_bytes: int = 0  # 0: floats
     block: int = 0  # columns that share a scale; 0: all of a row
     whole: bool = False  # float32 instead where the columns are no whole blocks; else the last block is padded
+    divides: bool = False  # a shorter block instead, so that all are whole; 8 bits and a scale a row if that is too short
+
+    def of(self, columns: int) -> Format:
+        """How a matrix of so many columns is stored."""
+        if self.whole and columns % self.block:
+            return Format()
+        if self.divides:
+            block = math.gcd(columns, self.block)
+            return replace(self, block=block) if block >= SHORTEST_BLOCK else Format(8, self.scale_bytes)
+        return self
 
     def is_float(self, columns: int) -> bool:
-        """Whether a matrix of so many columns is stored in float32."""
-        return self.bits == 32 or (self.whole and columns % self.block > 0)
+        """Whether a matrix of so many columns is stored as floats."""
+        return not self.of(columns).scale_bytes
 
     def sizes(self, rows: int, columns: int) -> tuple[int, ...]:
         """Bytes of the tensors that hold a matrix [rows, columns]."""
-        if self.is_float(columns):
-            return (rows * columns * 4,)
-        block = self.block or columns
+        how = self.of(columns)
+        if not how.scale_bytes:
+            return (rows * columns * how.bits // 8,)
+        block = how.block or columns
         blocks = -(-columns // block)
-        return rows * blocks * block * self.bits // 8, rows * blocks * self.scale_bytes
+        return -(-rows * blocks * block * how.bits // 8), rows * blocks * how.scale_bytes
 
     def chosen(self, block: int) -> Format:
         return replace(self, block=block) if self.block == _CHOSEN else self
@@ -64,7 +81,7 @@ class Weights:
 class Storage:
     """What an export to a target writes."""
 
-    engine: str  # the native library's name of what runs it
+    engine: str  # the native library's name of what runs it; "": the library does not run it
     weights: dict[str, Weights]
     head_is_embedding: bool  # tied, they are stored once
     alignment: int  # of tensors of `inline_below` bytes and more
@@ -75,12 +92,16 @@ class Storage:
     pads_mlp: bool = False  # the MLP's inner width is whole blocks, in all of its matrices
     caches: tuple[str, ...] = tuple(CACHE_BYTES)  # types that the engine can keep
     whole_cache: bool = False  # the cache has room for all positions of the model, whatever a session's context
+    float_bytes: int = 4  # of a value of norms, biases and rotary tables
+    file_bytes_per_position: int = 0
 
 
 _FLOAT = Format()
 _BLOCKS_4, _BLOCKS_8 = Format(4, 4, _CHOSEN), Format(8, 4, _CHOSEN)  # of MatMulNBits: float32 scales
 # Of torchao: 8 bits with a float32 scale a row; 4 bits in groups with bf16 scales; tables of 4 bits with float32 ones.
 _ROWS_8, _GROUPS_4, _TABLE_4 = Format(8, 4), Format(4, 2, _CHOSEN), Format(4, 4, 32, whole=True)
+# Of Core ML: fp16 scales; no block reaches over the end of a row.
+_HALF, _HALF_ROWS_8, _HALF_BLOCKS_4 = Format(16), Format(8, 2), Format(4, 2, _CHOSEN, divides=True)
 
 STORAGE = {
     "onnx": Storage(
@@ -110,6 +131,22 @@ STORAGE = {
         file_bytes_per_layer=11_000,
         prefill_chunk=DEFAULT_PREFILL_CHUNK,
         pads_mlp=True,
+    ),
+    "coreml": Storage(
+        engine="",
+        weights={
+            "fp16": Weights(_HALF, _HALF, _HALF, _HALF),
+            "int8": Weights(_HALF_ROWS_8, _HALF_ROWS_8, _HALF_ROWS_8, _HALF_ROWS_8),
+            "int4": Weights(_HALF_BLOCKS_4, _HALF_ROWS_8, _HALF_ROWS_8, _HALF_ROWS_8, DEFAULT_COREML_BLOCK),
+        },
+        head_is_embedding=True,
+        alignment=64,
+        inline_below=0,
+        file_bytes=20_000,  # of the program of three functions, as measured
+        file_bytes_per_layer=60_000,
+        prefill_chunk=DEFAULT_COREML_CHUNK,
+        float_bytes=2,
+        file_bytes_per_position=4,  # the numbers of the rows, of which masks are made
     ),
 }
 # All names that --weights takes; each target refuses those it does not know.
@@ -157,10 +194,10 @@ def plan_model(
     known = STORAGE[target]
     padding = -config.mlp_width % (stored.layers.block or 1) if known.pads_mlp else 0
     inside = replace(config, mlp_width=config.mlp_width + padding)
-    matrices, tables = list(_matrices(inside, stored)), list(_tables(inside, stored))
+    matrices, tables = list(_matrices(inside, stored)), list(_tables(inside, stored, known.float_bytes))
     head = stored.head.sizes(config.vocab_size, config.width)
     shared = config.tied_head and known.head_is_embedding
-    on_disk = sum(
+    on_disk = config.max_positions * known.file_bytes_per_position + sum(
         -(-n // known.alignment) * known.alignment if n >= known.inline_below else n
         for n in [*matrices, *tables, *(() if shared else head)]
     )
@@ -202,14 +239,14 @@ def _matrices(config: ModelConfig, stored: Weights) -> Iterator[int]:
             yield from stored.layers.sizes(outputs, inputs)
 
 
-def _tables(config: ModelConfig, stored: Weights) -> Iterator[int]:
+def _tables(config: ModelConfig, stored: Weights, float_bytes: int) -> Iterator[int]:
     """All that is not multiplied by: embedding, positions, norms and biases."""
     yield from stored.embedding.sizes(config.vocab_size, config.width)
     if config.positions == "learned":
         yield from stored.positions.sizes(config.max_positions, config.width)
     if config.rotary:
-        yield from [config.max_positions * config.rotated // 2 * 4] * 2  # cos and sin
+        yield from [config.max_positions * config.rotated // 2 * float_bytes] * 2  # cos and sin
     for _ in range(2 * config.layers + 1):
-        yield from [config.width * 4] * (2 if config.norm_bias else 1)
+        yield from [config.width * float_bytes] * (2 if config.norm_bias else 1)
     for _ in range(config.layers):
-        yield from (outputs * 4 for outputs, _, bias in _linear_shapes(config) if bias)
+        yield from (outputs * float_bytes for outputs, _, bias in _linear_shapes(config) if bias)

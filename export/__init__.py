@@ -68,8 +68,16 @@ def _executorch(checkpoint: str, output: Path, **options) -> dict[str, Any]:
     return _export(export_executorch, checkpoint, output, **options)
 
 
+def _coreml(checkpoint: str, output: Path, **options) -> dict[str, Any]:
+    if importlib.util.find_spec("coremltools") is None:
+        raise InputError("--target coreml needs coremltools; install it: pip install coremltools")
+    with quiet():
+        from edge_qkv.export.coreml import export_coreml
+    return _export(export_coreml, checkpoint, output, **options)
+
+
 # Target name -> its exporter; the heavy libraries are imported when one is called.
-TARGETS: dict[str, Exporter] = {"onnx": _onnx, "executorch": _executorch}
+TARGETS: dict[str, Exporter] = {"onnx": _onnx, "executorch": _executorch, "coreml": _coreml}
 
 
 def _export(

@@ -1,0 +1,247 @@
+"""Constants of a saved ML program: read where they lie in the package, compressed ones expanded some rows at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from coremltools.proto import MIL_pb2
+
+from edge_qkv.errors import InputError
+
+_HEADER = np.dtype([("count", "<u4"), ("version", "<u4"), ("reserved", "<u8", 7)])
+_METADATA = np.dtype(
+    [("sentinel", "<u4"), ("type", "<u4"), ("bytes", "<u8"), ("at", "<u8"), ("padding_bits", "<u8"), ("rest", "<u8", 4)]
+)
+_SENTINEL, _VERSION = 0xDEADBEEF, 2
+_VALUES_AT_ONCE = 1 << 18
+_ROOT = "@model_path/"  # how a program names the directory that its own file is in
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A data type of MIL: numpy's for its values (of parts of a byte: a byte), bits, and its number in blobs."""
+
+    dtype: np.dtype
+    bits: int
+    blob: int | None = None
+
+
+# fmt: off
+_KINDS = {
+    "BOOL": (np.bool_, 8, None), "STRING": (np.str_, 0, None),
+    "FLOAT16": (np.float16, 16, 1), "FLOAT32": (np.float32, 32, 2),
+    "INT4": (np.int8, 4, 8), "INT8": (np.int8, 8, 4), "INT16": (np.int16, 16, 6), "INT32": (np.int32, 32, 14),
+    "UINT1": (np.uint8, 1, 9), "UINT2": (np.uint8, 2, 10), "UINT3": (np.uint8, 3, 12), "UINT4": (np.uint8, 4, 11),
+    "UINT6": (np.uint8, 6, 13), "UINT8": (np.uint8, 8, 3), "UINT16": (np.uint16, 16, 7), "UINT32": (np.uint32, 32, 15),
+}
+# fmt: on
+KINDS = {MIL_pb2.DataType.Value(name): Kind(np.dtype(dtype), *rest) for name, (dtype, *rest) in _KINDS.items()}
+
+
+# ---- files of weights ----
+
+
+class Blobs:
+    """The files of weights beside a program, mapped into memory; each value in them is checked before it is used."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files: dict[str, tuple[Path, np.ndarray]] = {}
+
+    def read(self, name: str, offset: int, kind: Kind, count: int) -> np.ndarray:
+        """The bytes of `count` values that the metadata at `offset` of a file is about. Raises `InputError`."""
+        if name not in self._files:
+            self._files[name] = self._open(name)
+        path, data = self._files[name]
+        if offset % 8 or offset + _METADATA.itemsize > data.size:
+            raise InputError(f"{path} is damaged: it has no value at byte {offset}; export the model again")
+        about = data[offset : offset + _METADATA.itemsize].view(_METADATA)[0]
+        size, at = int(about["bytes"]), int(about["at"])
+        if about["sentinel"] != _SENTINEL or about["type"] != kind.blob or size != (count * kind.bits + 7) // 8:
+            raise InputError(f"{path} does not belong to the program: the value at byte {offset} is another's")
+        if at % 8 or at + size > data.size:
+            raise InputError(f"{path} is cut off: it has {data.size} of {at + size} bytes; copy or export it again")
+        return data[at : at + size]
+
+    def _open(self, name: str) -> tuple[Path, np.ndarray]:
+        if not name.startswith(_ROOT) or ".." in Path(name).parts:
+            raise InputError(f"{self.directory}: the program has its weights outside of the package, in {name!r}")
+        path = self.directory / name.removeprefix(_ROOT)
+        try:
+            data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
+        except (OSError, ValueError) as error:  # ValueError: the file is empty
+            raise InputError(f"{path} cannot be read: {error}; copy the whole package or export it again") from error
+        if data.size < _HEADER.itemsize or data[: _HEADER.itemsize].view(_HEADER)[0]["version"] != _VERSION:
+            raise InputError(f"{path} is no file of weights of Core ML; copy the whole package or export it again")
+        return path, data
+
+
+# ---- values ----
+
+
+class Packed:
+    """Values of less than a byte, first in the lowest bits."""
+
+    def __init__(self, data: np.ndarray, kind: Kind, shape: tuple[int, ...]) -> None:
+        self._data, self.bits, self.dtype, self.shape = data, kind.bits, kind.dtype, shape
+
+    def codes(self, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of the first axis as bits are: unsigned, uint8."""
+        row = math.prod(self.shape[1:])
+        first, end = start * row * self.bits, stop * row * self.bits
+        data = self._data[first // 8 : (end + 7) // 8]
+        if 8 % self.bits:  # values lie across bytes
+            bits = np.unpackbits(data, bitorder="little")[first % 8 :][: end - first]
+            values = np.packbits(bits.reshape(-1, self.bits), axis=1, bitorder="little")
+        else:
+            values = (data[:, None] >> np.arange(0, 8, self.bits, dtype=np.uint8)) & np.uint8((1 << self.bits) - 1)
+            values = values.reshape(-1)[first % 8 // self.bits :][: (stop - start) * row]
+        return values.reshape(stop - start, *self.shape[1:])
+
+    def values_of_codes(self) -> np.ndarray:
+        """What each code stands for, [2**bits]."""
+        values = np.arange(1 << self.bits, dtype=np.int16)
+        if self.dtype == np.int8:
+            values[len(values) // 2 :] -= len(values)
+        return values.astype(self.dtype)
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        return self.values_of_codes()[self.codes(start, stop)]
+
+
+class Dequantised:
+    """scale * (data - offset), each scale and offset for a block of the data; rounded once, to the scale's type."""
+
+    def __init__(self, data: Value, scale: Value, offset: Value | None = None) -> None:
+        scale = expand(scale)
+        self.shape, self.dtype = tuple(data.shape), scale.dtype
+        self._data = data
+        self._scale = scale.astype(np.float32)
+        self._offset = np.zeros_like(self._scale) if offset is None else expand(offset).astype(np.float32)
+        block = math.prod(_blocks(self.shape, scale.shape))
+        self._table = None
+        if isinstance(data, Packed) and 2 << data.bits <= block:  # there are fewer products to round than values
+            products = self._scale[..., None] * (data.values_of_codes().astype(np.float32) - self._offset[..., None])
+            self._table = Looked(data, products.astype(self.dtype)[..., None])
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        if self._table is not None:
+            return self._table.rows(start, stop)
+        values = _in_blocks(rows(self._data, start, stop), self._scale.shape)
+        offset, scale = (_per_block(each, start, stop, self.shape) for each in (self._offset, self._scale))
+        product = scale * (values - offset)
+        return product.reshape(stop - start, *self.shape[1:]).astype(self.dtype).astype(np.float32, copy=False)
+
+
+class Looked:
+    """Values from tables, one for each block of the codes: lut [..., 2**bits, 1]."""
+
+    def __init__(self, codes: Value, lut: Value, vector_axis: np.ndarray | None = None) -> None:
+        lut = expand(lut)
+        if lut.shape[-1] != 1:
+            raise NotImplementedError("palettes of vectors")
+        self.shape, self.dtype = tuple(codes.shape), lut.dtype
+        *tables, entries, _ = lut.shape
+        _blocks(self.shape, tables)
+        self._codes = codes
+        self._lut = lut.reshape(-1).astype(np.float32 if lut.dtype == np.float16 else lut.dtype)
+        self._base = np.arange(math.prod(tables)).reshape(tables) * entries  # where the table of a block begins
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        codes = self._codes.codes(start, stop) if isinstance(self._codes, Packed) else self._codes[start:stop]
+        places = _in_blocks(codes, self._base.shape) + _per_block(self._base, start, stop, self.shape)
+        return self._lut.take(places).reshape(stop - start, *self.shape[1:])
+
+
+Value = np.ndarray | str | Packed | Dequantised | Looked
+
+CONSTEXPR: dict[
+    str, tuple[type, dict[str, str]]
+] = {  # operators that expand constants, and MIL's names of what they take
+    "constexpr_blockwise_shift_scale": (Dequantised, {"data": "data", "scale": "scale", "offset": "offset"}),
+    "constexpr_lut_to_dense": (Looked, {"indices": "codes", "lut": "lut", "vector_axis": "vector_axis"}),
+}
+
+
+def compressed(operator: str, arguments: Mapping[str, Value]) -> Value:
+    """The constant that an operator of `CONSTEXPR` stands for."""
+    make, names = CONSTEXPR[operator]
+    return make(**{names[name]: value for name, value in arguments.items()})
+
+
+def _blocks(shape: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """The size of a block on each axis, where there are `counts` of them."""
+    if len(shape) != len(counts) or any(size % count for size, count in zip(shape, counts, strict=True)):
+        raise ValueError(f"{list(counts)} blocks of {list(shape)} values")
+    return [size // count for size, count in zip(shape, counts, strict=True)]
+
+
+def _in_blocks(values: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """Rows [r, a, b, ...] as [r, A, a/A, B, b/B, ...] for counts [., A, B, ...]."""
+    split = [part for size, count in zip(values.shape[1:], counts[1:], strict=True) for part in (count, size // count)]
+    return values.reshape(len(values), *split)
+
+
+def _per_block(each: np.ndarray, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
+    """What is there once a block, [., A, B, ...], for rows [start, stop): [r, A, 1, B, 1, ...]."""
+    picked = each[np.arange(start, stop) // (shape[0] // each.shape[0])]
+    return picked.reshape(len(picked), *(part for count in each.shape[1:] for part in (count, 1)))
+
+
+def rows(value: Value, start: int, stop: int) -> np.ndarray:
+    """Rows [start, stop) of the first axis; of floats in float32."""
+    part = value[start:stop] if isinstance(value, np.ndarray) else value.rows(start, stop)
+    return part.astype(np.float32) if part.dtype == np.float16 else part
+
+
+def blocks_of_rows(shape: Sequence[int]) -> Iterator[slice]:
+    """All rows, as many at a time as fit into a processor's cache."""
+    step = max(1, _VALUES_AT_ONCE // math.prod(shape[1:]))
+    return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
+
+
+def expand(value: Value) -> np.ndarray | str:
+    """The whole of it, in its own type."""
+    if isinstance(value, np.ndarray | str):
+        return value
+    whole = np.empty(value.shape, value.dtype)
+    for block in blocks_of_rows(value.shape):
+        whole[block] = value.rows(block.start, block.stop)
+    return whole
+
+
+def read(value: MIL_pb2.Value, blobs: Blobs) -> Value:
+    """A constant of a program. Raises `InputError`, for a type that is unknown here `NotImplementedError`."""
+    tensor = value.type.tensorType
+    kind = KINDS.get(tensor.dataType)
+    if value.type.WhichOneof("type") != "tensorType" or kind is None:
+        raise NotImplementedError("a constant of this type")
+    shape = tuple(dimension.constant.size for dimension in tensor.dimensions)
+    count = math.prod(shape)
+    if value.WhichOneof("value") == "blobFileValue":
+        stored = value.blobFileValue
+        data = blobs.read(stored.fileName, stored.offset, kind, count)
+    else:
+        immediate = value.immediateValue.tensor
+        field = immediate.WhichOneof("value")
+        if field == "strings" and len(immediate.strings.values) == 1:
+            return immediate.strings.values[0]
+        if field != "bytes":
+            values = np.array(getattr(immediate, field).values if field else [], kind.dtype)
+            return _shaped(values, shape, blobs)
+        data = np.frombuffer(immediate.bytes.values, np.uint8)
+    if kind.bits % 8 == 0:
+        return _shaped(data.view(kind.dtype) if data.size % kind.dtype.itemsize == 0 else data[:0], shape, blobs)
+    if data.size != (count * kind.bits + 7) // 8:
+        _shaped(data[:0], shape, blobs)
+    return Packed(data, kind, shape)
+
+
+def _shaped(values: np.ndarray, shape: tuple[int, ...], blobs: Blobs) -> np.ndarray:
+    if values.size != math.prod(shape):
+        raise InputError(f"{blobs.directory} holds a damaged program: a constant has not its {list(shape)} values")
+    return values.reshape(shape)
