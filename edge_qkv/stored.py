@@ -24,7 +24,9 @@ DEFAULT_PREFILL_CHUNK = 128  # of a target whose files fix the largest chunk
 # heads and a capacity of 32,768 that is 2 MiB a token of the chunk. At 32 each of the two is smaller than the cache.
 DEFAULT_COREML_CHUNK = 32
 DEFAULT_COREML_BLOCK = 32  # of --target coreml
-SHORTEST_BLOCK = 8  # of 4-bit codes: with shorter ones and their fp16 scales a weight has as many bits as with 8-bit codes
+SHORTEST_BLOCK = (
+    8  # of 4-bit codes: with shorter ones and their fp16 scales a weight has as many bits as with 8-bit codes
+)
 
 _CHOSEN = -1  # stands for the block size that --block-size gives
 
@@ -37,7 +39,9 @@ class Format:
     scale_bytes: int = 0  # 0: floats
     block: int = 0  # columns that share a scale; 0: all of a row
     whole: bool = False  # float32 instead where the columns are no whole blocks; else the last block is padded
-    divides: bool = False  # a shorter block instead, so that all are whole; 8 bits and a scale a row if that is too short
+    divides: bool = (
+        False  # a shorter block instead, so that all are whole; 8 bits and a scale a row if that is too short
+    )
 
     def of(self, columns: int) -> Format:
         """How a matrix of so many columns is stored."""
@@ -147,6 +151,8 @@ STORAGE = {
         prefill_chunk=DEFAULT_COREML_CHUNK,
         float_bytes=2,
         file_bytes_per_position=4,  # the numbers of the rows, of which masks are made
+        caches=("fp16",),
+        whole_cache=True,
     ),
 }
 # All names that --weights takes; each target refuses those it does not know.

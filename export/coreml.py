@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from edge_qkv._native import SessionOptions
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.config import ModelConfig
+from edge_qkv.engines import ModelOptions
+from edge_qkv.engines import coreml as engine_of_coreml
 from edge_qkv.errors import InputError
-from edge_qkv.export import coreml_program, coreml_weights, operator
+from edge_qkv.export import coreml_evaluator, coreml_program, coreml_weights, operator
 from edge_qkv.export.packaging import Runner, Stored, check_cache, check_space, write_package
+from edge_qkv.export.parity import Score
 from edge_qkv.export.progress import Progress, silent
-from edge_qkv.package import MODEL_FILES
+from edge_qkv.package import MODEL_FILES, Package
 from edge_qkv.stored import DEFAULT_COREML_CHUNK, plan_model, stored_as
 
 MODEL = MODEL_FILES["coreml"]
+PARITY_TOKENS = 512  # NumPy takes seconds for a chunk where the capacity is large
 MOST_TOKENS_AT_ONCE = 1024  # of each, 1.2B's scores at 32k take 2 MiB
 # What the Neural Engine takes as it is; other sizes it pads, or leaves to the processor or GPU.
 _STEP, _LONGEST = 32, 16_384
@@ -58,8 +67,6 @@ def export_coreml(
     chunk = min(DEFAULT_COREML_CHUNK, most) if prefill_chunk is None else prefill_chunk
     if not 2 <= chunk <= most:  # of 1, prefill would be decode once more
         raise InputError(f"--prefill-chunk {chunk} is out of range; choose from 2 to {most:,} tokens")
-    if run_parity and runner is None:
-        raise InputError("--target coreml: nothing here runs a Core ML program; leave the parity report out (--no-parity)")
 
     def write_model(directory: Path) -> None:
         needed = plan_model(config, weights, block or None, "coreml").weight_bytes
@@ -82,9 +89,29 @@ def export_coreml(
         write_model,
         tokenizer=tokenizer,
         text=text,
-        runner=runner if run_parity else None,
+        runner=(runner or open_program) if run_parity else None,
         progress=progress,
+        parity_tokens=PARITY_TOKENS,
     )
+
+
+@contextmanager
+def open_program(directory: Path, context: int) -> Iterator[tuple[Score, str]]:
+    """A `Runner`: the saved program in Core ML where that is, else in NumPy."""
+    load, engine = (None, "Core ML") if engine_of_coreml.runs_here() else (coreml_evaluator.load, "NumPy, not Core ML")
+    package = Package.open(directory, verify=False)
+    model = engine_of_coreml.open_model(package, ModelOptions(), load)
+    session = model.open_session(SessionOptions(context=context))
+
+    def score(tokens: Sequence[int]) -> np.ndarray:
+        logits = np.empty((len(tokens), package.config.vocab_size), np.float32)
+        session.rewind(0)
+        session.evaluate(np.asarray(tokens, np.int32), logits)
+        return logits
+
+    yield score, engine
+    session.close()
+    model.close()
 
 
 def unfit(config: ModelConfig, chunk: int) -> list[str]:

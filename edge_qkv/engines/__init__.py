@@ -20,12 +20,12 @@ NATIVE = tuple(target for target in MODEL_FILES if target not in HOSTED)
 class ModelOptions:
     """What a model is opened with; the names are those of `edge_qkv.Model`."""
 
-    threads: int
-    memory: int  # bytes; 0: no budget
-    context: int  # tokens; 0: the longest that the budget holds
-    prefill_chunk: int
-    packed: object
-    spill: object
+    threads: int = 0
+    memory: int = 0  # bytes; 0: no budget
+    context: int = 0  # tokens; 0: the longest that the budget holds
+    prefill_chunk: int = 0
+    packed: object = None
+    spill: object = None
 
 
 class EngineSession(Protocol):

@@ -21,9 +21,14 @@ from edge_qkv.package import MODEL_FILES, Package
 Load = Callable[[Path, str], Any]
 
 
+def runs_here() -> bool:
+    """Whether this system's Core ML knows states."""
+    return sys.platform == "darwin" and int(platform.mac_ver()[0].partition(".")[0] or 0) >= 15
+
+
 def load_function(path: Path, function: str) -> Any:
     """A function of the model as Core ML runs it; raises `InputError`."""
-    if sys.platform != "darwin" or int(platform.mac_ver()[0].partition(".")[0] or 0) < 15:
+    if not runs_here():
         raise InputError(
             f"{path}: Core ML runs it on macOS 15 or iOS 18 and later, which this is not; "
             "export to onnx or executorch to run the model here"
