@@ -105,8 +105,8 @@ def plan(
         raise InputError(f"context = {wanted}: must be at most {limit}, the most this model allows")
     of_target = target if package is None else package.target
     if of_target in HOSTED:
-        if allowed is not None:
-            raise InputError(f"--memory: {_UNKNOWN[of_target]}, so a budget cannot be kept; leave it out")
+        if memory is not None:
+            raise InputError(f"--memory: {_UNKNOWN[of_target]}, so a budget cannot be planned; leave it out")
         facts = None if package else plan_model(config, weights, block_size, target, options.prefill_chunk)
         return _of_weights_and_cache(config, package, facts, options, of_target)
     info, facts = _native.PlanInfo(), _native.PlanModel()
