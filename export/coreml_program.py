@@ -50,7 +50,9 @@ def _call(config: ModelConfig, tokens: int, past: Tensor, tables: tuple[Tensor, 
     hidden = row > query
     if config.window:
         passed = row <= query - config.window
-        hidden = hidden | (passed & (row >= config.sinks) if config.sinks else passed)
+        if config.sinks:
+            passed = torch.logical_and(passed, row >= config.sinks)
+        hidden = torch.logical_or(hidden, passed)
     here = None if tables is None else tuple(table.index_select(0, positions) for table in tables)
     return _Call(tokens, hidden.float() * _HIDDEN, here)
 
