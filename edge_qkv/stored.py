@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from edge_qkv import _native
-from edge_qkv.config import ModelConfig
+from edge_qkv.config import CACHE_BYTES, ModelConfig
 from edge_qkv.errors import InputError
 
 BLOCK_SIZES = (32, 64, 128)
@@ -24,7 +24,7 @@ DEFAULT_PREFILL_CHUNK = 128  # of a target whose files fix the largest chunk
 # heads and a capacity of 32,768 that is 2 MiB a token of the chunk. At 32 each of the two is smaller than the cache.
 DEFAULT_COREML_CHUNK = 32
 DEFAULT_COREML_BLOCK = 32  # of --target coreml
-SHORTEST_BLOCK = 8  # of 4-bit codes: with shorter ones and their fp16 scales a weight has as many bits as with 8-bit codes
+SHORTEST_BLOCK = 16  # of those that Format.divides makes: 5 bits a weight with an fp16 scale
 
 _CHOSEN = -1  # stands for the block size that --block-size gives
 
@@ -92,6 +92,8 @@ class Storage:
     pads_mlp: bool = False  # the MLP's inner width is whole blocks, in all of its matrices
     float_bytes: int = 4  # of a value of norms, biases and rotary tables
     file_bytes_per_position: int = 0
+    caches: tuple[str, ...] = tuple(CACHE_BYTES)  # types that the engine can keep
+    whole_cache: bool = False  # the cache has room for all positions of the model, whatever a session's context
 
 
 _FLOAT = Format()
@@ -144,6 +146,8 @@ STORAGE = {
         file_bytes_per_layer=60_000,
         prefill_chunk=DEFAULT_COREML_CHUNK,
         float_bytes=2,
+        caches=("fp16",),
+        whole_cache=True,
         file_bytes_per_position=4,  # the numbers of the rows, of which masks are made
     ),
 }
@@ -168,6 +172,13 @@ def stored_as(target: str, weights: str, block_size: int | None = None) -> tuple
     block = (block_size or stored.default_block) if stored.default_block else 0
     formats = (stored.layers, stored.head, stored.embedding, stored.positions)
     return kind, Weights(*(f.chosen(block) for f in formats)), block
+
+
+def cache_bytes_per_token(config: ModelConfig, cache: str, target: str) -> int:
+    """Bytes that the engine of a target keeps of a token; raises `InputError` for a cache that it has not."""
+    if cache not in STORAGE[target].caches:
+        raise InputError(f"--cache {cache}: a {target} package has {' or '.join(STORAGE[target].caches)}")
+    return config.cache_bytes_per_token(cache)
 
 
 def plan_model(

@@ -6,6 +6,7 @@ Core ML has no operators of ours: attention is said in its own, and what matters
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,6 @@ import coremltools as ct
 import numpy as np
 import torch
 from coremltools.converters.mil.mil import Program
-from coremltools.converters.mil.mil.passes.pass_registry import PASS_REGISTRY
 from torch import Tensor, nn
 
 from edge_qkv.attention import FP16_MAX
@@ -150,8 +150,7 @@ def lower(decoder: Decoder, chunk: int, facts: Mapping[str, str], package: Path,
     program.default_function_name = FUNCTIONS[0]
     program.export_as_multifunction = True
     with _unheard(), _temporary_files_in(package.parent):
-        # As coremltools.utils.save_multifunction does it, but from memory: no package a function, read back again.
-        PASS_REGISTRY["common::const_deduplication"]._deduplicate_const_across_functions(program)
+        _share_constants(program)
         ct.convert(
             program,
             source="milinternal",
@@ -189,6 +188,20 @@ def _converted(function: Function, with_row: bool) -> Program:
             minimum_deployment_target=ct.target.iOS18,
             pass_pipeline=pipeline,
         )
+
+
+def _share_constants(program: Program) -> None:
+    """Constants with the same weight_id are stored once.
+
+    coremltools.utils.save_multifunction, which does that for packages, would write one for each function first, and
+    compares constants in float64.
+    """
+    for function in program.functions.values():
+        for call in function.operations:
+            if call.op_type == "const" and isinstance(call.outputs[0].val, np.ndarray):
+                constant = call.outputs[0]
+                digest = hashlib.blake2b(np.ascontiguousarray(constant.val), digest_size=20).hexdigest()
+                call.weight_id = f"{constant.dtype.__type_info__()} {constant.shape} {digest}"
 
 
 def check(spec: Any, states: list[str]) -> None:
