@@ -20,7 +20,6 @@ import torch
 from coremltools.converters.mil.mil import Program
 from torch import Tensor, nn
 
-from edge_qkv.attention import FP16_MAX
 from edge_qkv.config import ModelConfig
 from edge_qkv.export import operator
 from edge_qkv.export.progress import Progress, quiet
@@ -91,8 +90,8 @@ def attend(
         if conjugate:
             new[0] = _rotate(config, new[0], *call.here)
     for rows, state in zip(new, states, strict=True):
-        # An inf, which fp16 makes of what is above its range, would spoil every later token.
-        state[:, :, past : past + tokens] = rows.clamp(-FP16_MAX, FP16_MAX).to(state.dtype)
+        # Not saturated, unlike other engines' rows: all of the program is fp16, so what overflows did so before.
+        state[:, :, past : past + tokens] = rows.to(state.dtype)
     rows = [state.float() for state in states]  # [1, G, C, D]; no operator in the program, which is all fp16
     keys, values = rows[0], rows[-1]
     if config.positions == "rotary-on-read":
