@@ -17,7 +17,7 @@ _METADATA = np.dtype(
     [("sentinel", "<u4"), ("type", "<u4"), ("bytes", "<u8"), ("at", "<u8"), ("padding_bits", "<u8"), ("rest", "<u8", 4)]
 )
 _SENTINEL, _VERSION = 0xDEADBEEF, 2
-_VALUES_AT_ONCE = 1 << 18
+_VALUES_AT_ONCE = 1 << 17
 _ROOT = "@model_path/"  # how a program names the directory that its own file is in
 
 

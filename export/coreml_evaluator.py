@@ -141,7 +141,7 @@ class Evaluator:
                 arguments[parameter] = _prepared(value, step.kind in ARITHMETIC)
         try:
             result = step.compute(**arguments)
-        except (ValueError, IndexError) as error:
+        except (ValueError, TypeError, LookupError) as error:
             raise RuntimeError(f"{step.kind} {step.name}: {error}") from error
         except NotImplementedError as error:
             raise InputError(f"{error} ({step.name} of the program) cannot be checked here") from error
@@ -178,7 +178,7 @@ def load(package: Path, function: str = "main") -> Evaluator:
         return _compile(body, constants.Blobs(file.parent))
     except NotImplementedError as error:
         raise InputError(f"{file}: {error} cannot be checked here") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise InputError(f"{file} is damaged: {one_line(error)}; export the model again") from error
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edge_qkv.export.coreml_constants import Value, blocks_of_rows, rows
+from edge_qkv.export.coreml_constants import Value, blocks_of_rows, expand, rows
 
 Array = np.ndarray
 
@@ -222,7 +222,7 @@ def _gather(
     if indices.size and not (indices.min() >= 0 and indices.max() < x.shape[axis]):
         raise ValueError(f"indices from {indices.min()} to {indices.max()} are not all in [0, {x.shape[axis]})")
     if isinstance(x, np.ndarray) or axis:
-        return np.take(x, indices, axis)
+        return np.take(expand(x), indices, axis)
     picked = [x.rows(i, i + 1) for i in indices.reshape(-1).tolist()]
     return np.concatenate(picked).reshape(*indices.shape, *x.shape[1:]).astype(x.dtype)
 
