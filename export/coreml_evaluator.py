@@ -145,17 +145,19 @@ class Evaluator:
             raise RuntimeError(f"{step.kind} {step.name}: {error}") from error
         except NotImplementedError as error:
             raise InputError(f"{error} ({step.name} of the program) cannot be checked here") from error
-        if step.kind in ARITHMETIC and result.dtype == np.float32 and step.outputs[0][1].dtype.kind == "f":
-            result = result.astype(step.outputs[0][1].dtype)
-        return result if isinstance(result, list) else [np.asarray(result)]
+        if isinstance(result, list):
+            return result
+        result, dtype = np.asarray(result), step.outputs[0][1].dtype
+        if step.kind in ARITHMETIC and result.dtype == np.float32 and dtype.kind == "f":
+            result = constants.rounded(result, dtype)
+        return [result]
 
 
 def _prepared(value: Any, arithmetic: bool) -> Any:
     """A value for an operator: not compressed, and in float32 where it computes."""
     if isinstance(value, list | str):
         return value
-    value = constants.expand(value)
-    return value.astype(np.float32) if arithmetic and value.dtype == np.float16 else value
+    return constants.widened(constants.expand(value)) if arithmetic else constants.expand(value)
 
 
 # ---- reading ----
