@@ -24,7 +24,7 @@ _OWN_FACTS = {
     "block_size": "block size",
     "prefill_chunk": "tokens of a call",
     "cache_rows": "cache rows",
-    "neural_engine": "no Neural Engine",
+    "neural_engine_misfits": "Neural Engine",
 }
 CONTEXTS = (1024, 4096, 8192, 16384, 32768)
 

@@ -39,7 +39,9 @@ class Format:
     scale_bytes: int = 0  # 0: floats
     block: int = 0  # columns that share a scale; 0: all of a row
     whole: bool = False  # float32 instead where the columns are no whole blocks; else the last block is padded
-    divides: bool = False  # a shorter block instead, so that all are whole; where that is too short, 8 bits and a scale a row
+    divides: bool = (
+        False  # a shorter block instead, so that all are whole; where that is too short, 8 bits and a scale a row
+    )
 
     def of(self, columns: int) -> Format:
         """How a matrix of so many columns is stored."""

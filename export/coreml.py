@@ -1,18 +1,24 @@
-"""Exports a checkpoint to Core ML: a package whose program keeps the cache in states and shares weights between its functions."""
+"""Exports a checkpoint to Core ML: a package whose program has the cache in states, and functions that share weights."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.config import ModelConfig
+from edge_qkv.engines.coreml import StateCache
 from edge_qkv.errors import InputError
-from edge_qkv.export import coreml_program, coreml_weights, operator
+from edge_qkv.export import coreml_evaluator, coreml_program, coreml_weights, operator, parity
 from edge_qkv.export.packaging import Runner, Stored, check_cache, check_space, write_package
 from edge_qkv.export.progress import Progress, silent
-from edge_qkv.package import MODEL_FILES
+from edge_qkv.package import MODEL_FILES, Package
 from edge_qkv.stored import DEFAULT_COREML_CHUNK, plan_model, stored_as
 
 MODEL = MODEL_FILES["coreml"]
@@ -58,8 +64,6 @@ def export_coreml(
     chunk = min(DEFAULT_COREML_CHUNK, most) if prefill_chunk is None else prefill_chunk
     if not 2 <= chunk <= most:  # of 1, prefill would be decode once more
         raise InputError(f"--prefill-chunk {chunk} is out of range; choose from 2 to {most:,} tokens")
-    if run_parity and runner is None:
-        raise InputError("--target coreml: nothing here runs a Core ML program; leave the parity report out (--no-parity)")
 
     def write_model(directory: Path) -> None:
         needed = plan_model(config, weights, block or None, "coreml").weight_bytes
@@ -74,7 +78,7 @@ def export_coreml(
         }
         coreml_program.lower(decoder, chunk, facts, directory / MODEL, progress)
 
-    more = {"prefill_chunk": chunk, "neural_engine": unfit(config, chunk)}
+    more = {"prefill_chunk": chunk, "neural_engine_misfits": misfits(config, chunk)}
     return write_package(
         checkpoint,
         output,
@@ -82,12 +86,27 @@ def export_coreml(
         write_model,
         tokenizer=tokenizer,
         text=text,
-        runner=runner if run_parity else None,
+        runner=(runner or open_evaluator) if run_parity else None,
         progress=progress,
     )
 
 
-def unfit(config: ModelConfig, chunk: int) -> list[str]:
+@contextmanager
+def open_evaluator(directory: Path, context: int) -> Iterator[tuple[parity.Score, str]]:
+    """A `Runner` that computes what the program says in numpy, wherever it is: not what a device makes of it."""
+    package = Package.open(directory, verify=False)
+    function = functools.cache(lambda name: coreml_evaluator.load(directory / MODEL, name))
+    cache = StateCache(package.config, package.manifest["prefill_chunk"], function)
+
+    def score(tokens: Sequence[int]) -> np.ndarray:
+        ids, step = np.array(tokens, np.int32), cache.most_tokens
+        parts = [cache.evaluate(ids[past : past + step], past, every=True) for past in range(0, len(ids), step)]
+        return np.concatenate(parts)
+
+    yield score, "edge-qkv's evaluator of Core ML programs"
+
+
+def misfits(config: ModelConfig, chunk: int) -> list[str]:
     """Sizes that do not suit the Neural Engine, each with the reason."""
     sizes = {name: getattr(config, name) for name in ("head_dim", "width", "mlp_width", "vocab_size")}
     sizes |= {"capacity": config.max_positions, "prefill chunk": chunk}
