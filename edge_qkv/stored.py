@@ -23,8 +23,8 @@ DEFAULT_PREFILL_CHUNK = 128  # of a target whose files fix the largest chunk
 # Of --target coreml, whose scores are a matrix [heads * chunk, capacity] in fp16, and their softmax another: with 32
 # heads and a capacity of 32,768 that is 2 MiB a token of the chunk. At 32 each of the two is smaller than the cache.
 DEFAULT_COREML_CHUNK = 32
-# Of --target coreml, chosen by measurement: with blocks of 32 / 64 / 128 the bundled model's logits over its first 4,096
-# held-out tokens err by 0.101 / 0.108 / 0.115 on average (by 0.116 / 0.126 / 0.136 with coremltools' own rounding).
+# Of --target coreml, chosen by measurement: with blocks of 32 / 64 / 128 the bundled model's logits over its first
+# 4,096 held-out tokens err by 0.101 / 0.108 / 0.115 on average (0.116 / 0.126 / 0.136 with coremltools' own rounding).
 DEFAULT_COREML_BLOCK = 32
 SHORTEST_BLOCK = 16  # of those that Format.divides makes: 5 bits a weight with an fp16 scale
 
@@ -39,9 +39,7 @@ class Format:
     scale_bytes: int = 0  # 0: floats
     block: int = 0  # columns that share a scale; 0: all of a row
     whole: bool = False  # float32 instead where the columns are no whole blocks; else the last block is padded
-    divides: bool = (
-        False  # a shorter block instead, so that all are whole; where that is too short, 8 bits and a scale a row
-    )
+    divides: bool = False  # a shorter block instead, so that all are whole; where that is too short, rows of 8 bits
 
     def of(self, columns: int) -> Format:
         """How a matrix of so many columns is stored."""

@@ -1,4 +1,4 @@
-"""Exports a checkpoint to Core ML: a package whose program has the cache in states, and functions that share weights."""
+"""Exports a checkpoint to Core ML: a program with the cache in states, and functions that share weights."""
 
 from __future__ import annotations
 

@@ -168,11 +168,9 @@ def lower(decoder: Decoder, chunk: int, facts: Mapping[str, str], package: Path,
 
 
 def _converted(function: Function, with_row: bool) -> Program:
-    config, one = function.decoder.config, ct.TensorType("past", (1,), np.int32)
-    inputs = [ct.TensorType("input_ids", (1, function.tokens), np.int32), one]
-    if with_row:
-        inputs.append(ct.TensorType("logit_row", (1,), np.int32))
-    example = tuple(torch.zeros(given.shape.shape, dtype=torch.int32) for given in inputs)
+    shapes = {"input_ids": (1, function.tokens), "past": (1,)} | ({"logit_row": (1,)} if with_row else {})
+    inputs = [ct.TensorType(name, shape, np.int32) for name, shape in shapes.items()]
+    example = tuple(torch.zeros(shape, dtype=torch.int32) for shape in shapes.values())
     state = ct.TensorType(shape=function.shape, dtype=np.float16)
     pipeline = ct.PassPipeline()
     pipeline.remove_passes(_LEFT_OUT)

@@ -167,15 +167,12 @@ def test_quantised_weights_are_those_that_were_stored(config, weights, block, tm
 def test_a_residual_stream_whose_squares_fp16_has_not(tmp_path):
     read = read_checkpoint(str(write_checkpoint(tmp_path / "plain", SMALL)))
     large = read.tensors["embedding.weight"]() * 2000
-    assert large.abs().max() > 1000  # 65,504 is the largest fp16, 256 squared is above it
-    tensors = {**read.tensors, "embedding.weight": lambda: large}
-    how = stored_as("coreml", "fp16")[1]
-    source = replace(read, tensors=tensors, config=replace(read.config, norm_eps=1e-6))
+    assert large.abs().max() > 900  # the square of 256 is above the largest fp16
+    source = replace(read, tensors={**read.tensors, "embedding.weight": lambda: large})
     from edge_qkv.export.coreml import export_coreml
 
     export_coreml(source, tmp_path / "package", weights="fp16", prefill_chunk=CHUNK, run_parity=False)
     expected = _expected(source.load(), CAPACITY)
-    assert how.layers.bits == 16
     np.testing.assert_allclose(
         Runs(tmp_path / "package").score(expected.ids, CHUNK), expected.logits, atol=expected.tolerance
     )
@@ -207,7 +204,7 @@ class Copies(Decoder):
     def __init__(self, config, attend):
         def twice(config, query, key, value, caches, past, tables):
             out, _ = attend(config, query, key, value, caches, past, tables)
-            return out + caches[1].float().transpose(2, 3).contiguous().mean(), caches
+            return out + caches[1].float().repeat(1, 2, 1, 1)[0, 1, :1, :1], caches
 
         super().__init__(config, twice)
 
@@ -215,8 +212,6 @@ class Copies(Decoder):
 @pytest.mark.parametrize("kind", [Decoder, Reads, Writes, Copies])
 def test_a_program_that_copies_a_state_is_noticed(kind, tmp_path):
     decoder = kind(SMALL, coreml_program.attend)
-    for name, parameter in decoder.named_parameters():
-        parameter.data = parameter.data.clone()
     lower = functools.partial(coreml_program.lower, decoder.eval(), CHUNK, {}, tmp_path / "model.mlpackage", silent)
     if kind is Decoder:
         lower()
