@@ -18,7 +18,7 @@ _METADATA = np.dtype(
     [("sentinel", "<u4"), ("type", "<u4"), ("bytes", "<u8"), ("at", "<u8"), ("padding_bits", "<u8"), ("rest", "<u8", 4)]
 )
 _SENTINEL, _VERSION = 0xDEADBEEF, 2
-_VALUES_AT_ONCE = 1 << 17
+_VALUES_AT_ONCE = 1 << 18
 _ROOT = "@model_path/"  # how a program names the directory that its own file is in
 
 
@@ -118,15 +118,12 @@ class Packed:
             values = values.reshape(-1)[first % 8 // self.bits :][: (stop - start) * row]
         return values.reshape(stop - start, *self.shape[1:])
 
-    def values_of_codes(self) -> np.ndarray:
-        """What each code stands for, [2**bits]."""
-        values = np.arange(1 << self.bits, dtype=np.int16)
-        if self.dtype == np.int8:
-            values[len(values) // 2 :] -= len(values)
-        return values.astype(self.dtype)
-
     def rows(self, start: int, stop: int) -> np.ndarray:
-        return self.values_of_codes()[self.codes(start, stop)]
+        codes = self.codes(start, stop)
+        if self.dtype == np.uint8:
+            return codes
+        sign = np.uint8(1 << (self.bits - 1))
+        return ((codes ^ sign) - sign).view(np.int8)
 
 
 class Dequantised:
@@ -135,23 +132,15 @@ class Dequantised:
     def __init__(self, data: Value, scale: Value, offset: Value | None = None) -> None:
         self.shape, self.dtype = tuple(data.shape), scale.dtype
         self._data, self._scale, self._offset = data, scale, offset
-        self._block = math.prod(_blocks(self.shape, scale.shape))
+        for each in (scale,) if offset is None else (scale, offset):
+            _blocks(self.shape, each.shape)
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        scale = _of_rows(self._scale, start, stop, self.shape)  # [r, A, B, ...]
-        offset = np.zeros_like(scale)
+        values = _in_blocks(rows(self._data, start, stop).astype(np.float32, copy=False), self._scale.shape)
         if self._offset is not None:
-            offset[:] = _of_rows(self._offset, start, stop, self.shape)
-        if isinstance(self._data, Packed) and 1 << self._data.bits < self._block:  # fewer products than values to round
-            values = self._data.values_of_codes().astype(np.float32)
-            tables = self._rounded(scale[..., None] * (values - offset[..., None]))  # [r, A, B, ..., 2**bits]
-            return _look_up(self._data.codes(start, stop), tables)
-        values = _in_blocks(rows(self._data, start, stop), scale.shape)
-        values = _spread(scale) * (values - _spread(offset))
-        return self._rounded(values).reshape(stop - start, *self.shape[1:])
-
-    def _rounded(self, values: np.ndarray) -> np.ndarray:
-        return widened(rounded(values, self.dtype))
+            values = values - _spread(_of_rows(self._offset, start, stop, self.shape)).astype(np.float32, copy=False)
+        values = values * _spread(_of_rows(self._scale, start, stop, self.shape))
+        return widened(rounded(values, self.dtype)).reshape(stop - start, *self.shape[1:])
 
 
 class Looked:
