@@ -20,7 +20,12 @@ _PARITY_NUMBERS = (
     "tokens",
 )
 # What only some targets or weight types have: name in the manifest -> what `describe` calls it.
-_OWN_FACTS = {"block_size": "block size", "prefill_chunk": "tokens of a call", "cache_rows": "cache rows"}
+_OWN_FACTS = {
+    "block_size": "block size",
+    "prefill_chunk": "tokens of a call",
+    "cache_rows": "cache rows",
+    "neural_engine_misfits": "Neural Engine",
+}
 CONTEXTS = (1024, 4096, 8192, 16384, 32768)
 
 
@@ -73,7 +78,7 @@ def describe(path: str, facts: dict[str, Any]) -> str:
         rows += [
             ("weights", f"{facts['weights']}, {size(facts['weight_bytes'])}"),
             ("cache type", facts["cache"]),
-            *((what, facts[name]) for name, what in _OWN_FACTS.items() if name in facts),
+            *((what, _listed(facts[name])) for name, what in _OWN_FACTS.items() if name in facts),
         ]
         if facts["parity"]:
             rows.append(("parity", parity_line(facts["parity"])))
@@ -92,6 +97,10 @@ def describe(path: str, facts: dict[str, Any]) -> str:
     ]
     lines.append(table(caches, ("cache bytes", *CACHE_BYTES, "QKV/this, fp16")))
     return "\n".join(lines)
+
+
+def _listed(fact: Any) -> Any:
+    return "; ".join(fact) or "all sizes suit it" if isinstance(fact, list) else fact
 
 
 def parity_line(parity: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from edge_qkv.errors import InputError, one_line
 
 MANIFEST = "edge_qkv.json"
 FORMAT = 2
-# Target -> the file or directory that its engine opens.
+# Target -> the file or directory an engine opens.
 MODEL_FILES = {"onnx": "model.onnx", "executorch": "model.pte", "coreml": "model.mlpackage"}
 # Names that tokenizers give to the token that ends a text.
 _END_TOKENS = (

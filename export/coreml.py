@@ -1,7 +1,8 @@
-"""Exports a checkpoint to Core ML: a package whose program keeps the cache in states and shares weights between its functions."""
+"""Exports a checkpoint to Core ML: a program with the cache in states, and functions that share weights."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -10,21 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from edge_qkv._native import SessionOptions
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.config import ModelConfig
-from edge_qkv.engines import ModelOptions
-from edge_qkv.engines import coreml as engine_of_coreml
+from edge_qkv.engines.coreml import StateCache
 from edge_qkv.errors import InputError
-from edge_qkv.export import coreml_evaluator, coreml_program, coreml_weights, operator
+from edge_qkv.export import coreml_evaluator, coreml_program, coreml_weights, operator, parity
 from edge_qkv.export.packaging import Runner, Stored, check_cache, check_space, write_package
-from edge_qkv.export.parity import Score
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.package import MODEL_FILES, Package
 from edge_qkv.stored import DEFAULT_COREML_CHUNK, plan_model, stored_as
 
 MODEL = MODEL_FILES["coreml"]
-PARITY_TOKENS = 512  # NumPy takes seconds for a chunk where the capacity is large
+PARITY_TOKENS = 512  # the evaluator takes seconds for a chunk where the capacity is large
 MOST_TOKENS_AT_ONCE = 1024  # of each, 1.2B's scores at 32k take 2 MiB
 # What the Neural Engine takes as it is; other sizes it pads, or leaves to the processor or GPU.
 _STEP, _LONGEST = 32, 16_384
@@ -81,7 +79,7 @@ def export_coreml(
         }
         coreml_program.lower(decoder, chunk, facts, directory / MODEL, progress)
 
-    more = {"prefill_chunk": chunk, "neural_engine": unfit(config, chunk)}
+    more = {"prefill_chunk": chunk, "neural_engine_misfits": misfits(config, chunk)}
     return write_package(
         checkpoint,
         output,
@@ -89,32 +87,28 @@ def export_coreml(
         write_model,
         tokenizer=tokenizer,
         text=text,
-        runner=(runner or open_program) if run_parity else None,
+        runner=(runner or open_evaluator) if run_parity else None,
         progress=progress,
         parity_tokens=PARITY_TOKENS,
     )
 
 
 @contextmanager
-def open_program(directory: Path, context: int) -> Iterator[tuple[Score, str]]:
-    """A `Runner`: the saved program in Core ML where that is, else in NumPy."""
-    load, engine = (None, "Core ML") if engine_of_coreml.runs_here() else (coreml_evaluator.load, "NumPy, not Core ML")
+def open_evaluator(directory: Path, context: int) -> Iterator[tuple[parity.Score, str]]:
+    """A `Runner` that computes what the program says in numpy, wherever it is: not what a device makes of it."""
     package = Package.open(directory, verify=False)
-    model = engine_of_coreml.open_model(package, ModelOptions(), load)
-    session = model.open_session(SessionOptions(context=context))
+    function = functools.cache(lambda name: coreml_evaluator.load(directory / MODEL, name))
+    cache = StateCache(package.config, package.manifest["prefill_chunk"], function)
 
     def score(tokens: Sequence[int]) -> np.ndarray:
-        logits = np.empty((len(tokens), package.config.vocab_size), np.float32)
-        session.rewind(0)
-        session.evaluate(np.asarray(tokens, np.int32), logits)
-        return logits
+        ids, step = np.array(tokens, np.int32), cache.most_tokens
+        parts = [cache.evaluate(ids[past : past + step], past, every=True) for past in range(0, len(ids), step)]
+        return np.concatenate(parts)
 
-    yield score, engine
-    session.close()
-    model.close()
+    yield score, "edge-qkv's evaluator of Core ML programs"
 
 
-def unfit(config: ModelConfig, chunk: int) -> list[str]:
+def misfits(config: ModelConfig, chunk: int) -> list[str]:
     """Sizes that do not suit the Neural Engine, each with the reason."""
     sizes = {name: getattr(config, name) for name in ("head_dim", "width", "mlp_width", "vocab_size")}
     sizes |= {"capacity": config.max_positions, "prefill chunk": chunk}

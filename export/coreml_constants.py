@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from coremltools.proto import MIL_pb2
 
 from edge_qkv.errors import InputError
@@ -72,12 +73,25 @@ class Blobs:
             raise InputError(f"{self.directory}: the program has its weights outside of the package, in {name!r}")
         path = self.directory / name.removeprefix(_ROOT)
         try:
-            data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
+            data = np.asarray(np.memmap(path, mode="c", dtype=np.uint8))  # PyTorch warns of what is read-only
         except (OSError, ValueError) as error:  # ValueError: the file is empty
             raise InputError(f"{path} cannot be read: {error}; copy the whole package or export it again") from error
         if data.size < _HEADER.itemsize or data[: _HEADER.itemsize].view(_HEADER)[0]["version"] != _VERSION:
             raise InputError(f"{path} is no file of weights of Core ML; copy the whole package or export it again")
         return path, data
+
+
+# ---- float16: as numpy converts it, to the bit, but PyTorch does it some ten times as fast ----
+
+
+def widened(x: np.ndarray) -> np.ndarray:
+    """float16 as float32, anything else as it is."""
+    return torch.from_numpy(x).float().numpy() if x.dtype == np.float16 else x
+
+
+def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """float32 in another type, for float16 to nearest even."""
+    return torch.from_numpy(x).half().numpy() if dtype == np.float16 else x.astype(dtype, copy=False)
 
 
 # ---- values ----
@@ -98,63 +112,50 @@ class Packed:
             bits = np.unpackbits(data, bitorder="little")[first % 8 :][: end - first]
             values = np.packbits(bits.reshape(-1, self.bits), axis=1, bitorder="little")
         else:
-            values = (data[:, None] >> np.arange(0, 8, self.bits, dtype=np.uint8)) & np.uint8((1 << self.bits) - 1)
+            values, mask = np.empty((len(data), 8 // self.bits), np.uint8), (1 << self.bits) - 1
+            for i in range(8 // self.bits):  # each in one long pass
+                np.bitwise_and(data >> (i * self.bits), mask, out=values[:, i])
             values = values.reshape(-1)[first % 8 // self.bits :][: (stop - start) * row]
         return values.reshape(stop - start, *self.shape[1:])
 
-    def values_of_codes(self) -> np.ndarray:
-        """What each code stands for, [2**bits]."""
-        values = np.arange(1 << self.bits, dtype=np.int16)
-        if self.dtype == np.int8:
-            values[len(values) // 2 :] -= len(values)
-        return values.astype(self.dtype)
-
     def rows(self, start: int, stop: int) -> np.ndarray:
-        return self.values_of_codes()[self.codes(start, stop)]
+        codes = self.codes(start, stop)
+        if self.dtype == np.uint8:
+            return codes
+        sign = np.uint8(1 << (self.bits - 1))
+        return ((codes ^ sign) - sign).view(np.int8)
 
 
 class Dequantised:
     """scale * (data - offset), each scale and offset for a block of the data; rounded once, to the scale's type."""
 
     def __init__(self, data: Value, scale: Value, offset: Value | None = None) -> None:
-        scale = expand(scale)
         self.shape, self.dtype = tuple(data.shape), scale.dtype
-        self._data = data
-        self._scale = scale.astype(np.float32)
-        self._offset = np.zeros_like(self._scale) if offset is None else expand(offset).astype(np.float32)
-        block = math.prod(_blocks(self.shape, scale.shape))
-        self._table = None
-        if isinstance(data, Packed) and 2 << data.bits <= block:  # there are fewer products to round than values
-            products = self._scale[..., None] * (data.values_of_codes().astype(np.float32) - self._offset[..., None])
-            self._table = Looked(data, products.astype(self.dtype)[..., None])
+        self._data, self._scale, self._offset = data, scale, offset
+        for each in (scale,) if offset is None else (scale, offset):
+            _blocks(self.shape, each.shape)
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        if self._table is not None:
-            return self._table.rows(start, stop)
-        values = _in_blocks(rows(self._data, start, stop), self._scale.shape)
-        offset, scale = (_per_block(each, start, stop, self.shape) for each in (self._offset, self._scale))
-        product = scale * (values - offset)
-        return product.reshape(stop - start, *self.shape[1:]).astype(self.dtype).astype(np.float32, copy=False)
+        values = _in_blocks(rows(self._data, start, stop).astype(np.float32, copy=False), self._scale.shape)
+        if self._offset is not None:
+            values = values - _spread(_of_rows(self._offset, start, stop, self.shape)).astype(np.float32, copy=False)
+        values = values * _spread(_of_rows(self._scale, start, stop, self.shape))
+        return widened(rounded(values, self.dtype)).reshape(stop - start, *self.shape[1:])
 
 
 class Looked:
     """Values from tables, one for each block of the codes: lut [..., 2**bits, 1]."""
 
     def __init__(self, codes: Value, lut: Value, vector_axis: np.ndarray | None = None) -> None:
-        lut = expand(lut)
         if lut.shape[-1] != 1:
-            raise NotImplementedError("palettes of vectors")
+            raise NotImplementedError("a palette of vectors")
+        _blocks(codes.shape, lut.shape[:-2])
         self.shape, self.dtype = tuple(codes.shape), lut.dtype
-        *tables, entries, _ = lut.shape
-        _blocks(self.shape, tables)
-        self._codes = codes
-        self._lut = lut.reshape(-1).astype(np.float32 if lut.dtype == np.float16 else lut.dtype)
-        self._base = np.arange(math.prod(tables)).reshape(tables) * entries  # where the table of a block begins
+        self._codes, self._lut = codes, lut
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         codes = self._codes.codes(start, stop) if isinstance(self._codes, Packed) else self._codes[start:stop]
-        places = _in_blocks(codes, self._base.shape) + _per_block(self._base, start, stop, self.shape)
-        return self._lut.take(places).reshape(stop - start, *self.shape[1:])
+        return _look_up(codes, _of_rows(self._lut, start, stop, self.shape)[..., 0])
 
 
 Value = np.ndarray | str | Packed | Dequantised | Looked
@@ -181,21 +182,33 @@ def _blocks(shape: Sequence[int], counts: Sequence[int]) -> list[int]:
 
 
 def _in_blocks(values: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """Rows [r, a, b, ...] as [r, A, a/A, B, b/B, ...] for counts [., A, B, ...]."""
+    """Rows [r, a, b, ...] as [r, A, a/A, B, b/B, ...] for counts [r, A, B, ...]."""
     split = [part for size, count in zip(values.shape[1:], counts[1:], strict=True) for part in (count, size // count)]
     return values.reshape(len(values), *split)
 
 
-def _per_block(each: np.ndarray, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
-    """What is there once a block, [., A, B, ...], for rows [start, stop): [r, A, 1, B, 1, ...]."""
-    picked = each[np.arange(start, stop) // (shape[0] // each.shape[0])]
-    return picked.reshape(len(picked), *(part for count in each.shape[1:] for part in (count, 1)))
+def _spread(each: np.ndarray) -> np.ndarray:
+    """What there is once a block, [r, A, B, ...], beside the values in blocks: [r, A, 1, B, 1, ...]."""
+    return each.reshape(*each.shape[:1], *(part for count in each.shape[1:] for part in (count, 1)))
+
+
+def _of_rows(each: Value, start: int, stop: int, shape: Sequence[int]) -> np.ndarray:
+    """What there is once a block, [., A, B, ...], for each of the rows [start, stop) of `shape`: [r, A, B, ...]."""
+    block = shape[0] // each.shape[0]
+    first = start // block
+    return rows(each, first, (stop - 1) // block + 1)[np.arange(start, stop) // block - first]
+
+
+def _look_up(codes: np.ndarray, tables: np.ndarray) -> np.ndarray:
+    """codes [r, a, b, ...] in tables [r, A, B, ..., entries] of their blocks."""
+    *counts, entries = tables.shape
+    begins = np.arange(math.prod(counts)).reshape(counts) * entries
+    return tables.reshape(-1).take(_in_blocks(codes, counts) + _spread(begins)).reshape(codes.shape)
 
 
 def rows(value: Value, start: int, stop: int) -> np.ndarray:
     """Rows [start, stop) of the first axis; of floats in float32."""
-    part = value[start:stop] if isinstance(value, np.ndarray) else value.rows(start, stop)
-    return part.astype(np.float32) if part.dtype == np.float16 else part
+    return widened(value[start:stop] if isinstance(value, np.ndarray) else value.rows(start, stop))
 
 
 def blocks_of_rows(shape: Sequence[int]) -> Iterator[slice]:
@@ -210,7 +223,7 @@ def expand(value: Value) -> np.ndarray | str:
         return value
     whole = np.empty(value.shape, value.dtype)
     for block in blocks_of_rows(value.shape):
-        whole[block] = value.rows(block.start, block.stop)
+        whole[block] = rounded(value.rows(block.start, block.stop), value.dtype)
     return whole
 
 
@@ -233,7 +246,7 @@ def read(value: MIL_pb2.Value, blobs: Blobs) -> Value:
         if field != "bytes":
             values = np.array(getattr(immediate, field).values if field else [], kind.dtype)
             return _shaped(values, shape, blobs)
-        data = np.frombuffer(immediate.bytes.values, np.uint8)
+        data = np.frombuffer(bytearray(immediate.bytes.values), np.uint8)
     if kind.bits % 8 == 0:
         return _shaped(data.view(kind.dtype) if data.size % kind.dtype.itemsize == 0 else data[:0], shape, blobs)
     if data.size != (count * kind.bits + 7) // 8:

@@ -24,6 +24,7 @@ from edge_qkv.export.coreml_operators import ARITHMETIC, COMPRESSED, LISTS, OTHE
 
 _OPSET = "CoreML8"  # of iOS 18
 _READ, _WRITE = "read_state", "write_state"
+_STATES: dict[str, Callable] = {_READ: lambda input: input, _WRITE: lambda input, data: None}  # only what they take
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,18 @@ class State:
 
     def read_state(self, name: str) -> np.ndarray:
         """A copy of a state's value. Raises `RuntimeError` when there is none of that name."""
-        return self._feature(name) and self._values[name].copy()
+        self._feature(name)
+        return self._values[name].copy()
 
     def write_state(self, name: str, value: np.ndarray) -> None:
         """Replaces a state's value. Raises `RuntimeError` when it has another shape or type."""
+        self._put(name, np.array(value))
+
+    def _put(self, name: str, value: np.ndarray) -> None:
         feature = self._feature(name)
         if not feature.accepts(value):
             raise RuntimeError(f"the state {name} is {feature}, not {value.dtype} {list(value.shape)}")
-        self._values[name] = value.copy()
+        self._values[name] = value
 
     def _feature(self, name: str) -> Feature:
         if name not in self.features:
@@ -71,7 +76,7 @@ class _Step:
 
     kind: str
     name: str
-    compute: Callable | None
+    compute: Callable
     arguments: dict[str, str | list[str]]  # names of values, by parameter
     outputs: list[tuple[str, Feature]]
     last: list[str] = field(default_factory=list)  # values that nothing after it needs
@@ -129,28 +134,30 @@ class Evaluator:
         if step.kind == _READ:  # nothing changes an array in place, so no copy is needed
             return [state._values[arguments["input"]]]
         if step.kind == _WRITE:
-            state._values[arguments["input"]] = arguments["data"]
+            state._put(arguments["input"], _prepared(arguments["data"], False))
             return []
         for parameter, value in arguments.items():
             if parameter != COMPRESSED.get(step.kind):
                 arguments[parameter] = _prepared(value, step.kind in ARITHMETIC)
         try:
             result = step.compute(**arguments)
-        except (ValueError, IndexError) as error:
+        except (ValueError, TypeError, LookupError) as error:
             raise RuntimeError(f"{step.kind} {step.name}: {error}") from error
         except NotImplementedError as error:
             raise InputError(f"{error} ({step.name} of the program) cannot be checked here") from error
-        if step.kind in ARITHMETIC and result.dtype == np.float32:
-            result = result.astype(step.outputs[0][1].dtype)
-        return result if isinstance(result, list) else [np.asarray(result)]
+        if isinstance(result, list):
+            return result
+        result, dtype = np.asarray(result), step.outputs[0][1].dtype
+        if step.kind in ARITHMETIC and result.dtype == np.float32 and dtype.kind == "f":
+            result = constants.rounded(result, dtype)
+        return [result]
 
 
 def _prepared(value: Any, arithmetic: bool) -> Any:
     """A value for an operator: not compressed, and in float32 where it computes."""
     if isinstance(value, list | str):
         return value
-    value = constants.expand(value)
-    return value.astype(np.float32) if arithmetic and value.dtype == np.float16 else value
+    return constants.widened(constants.expand(value)) if arithmetic else constants.expand(value)
 
 
 # ---- reading ----
@@ -173,7 +180,7 @@ def load(package: Path, function: str = "main") -> Evaluator:
         return _compile(body, constants.Blobs(file.parent))
     except NotImplementedError as error:
         raise InputError(f"{file}: {error} cannot be checked here") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise InputError(f"{file} is damaged: {one_line(error)}; export the model again") from error
 
 
@@ -257,15 +264,14 @@ def _bind(argument: MIL_pb2.Argument, fixed: dict[str, constants.Value], blobs: 
 
 def _step(operation: MIL_pb2.Operation, arguments: dict[str, list[str]]) -> _Step:
     kind = operation.type
-    compute = ARITHMETIC.get(kind) or OTHER.get(kind)
-    if kind in (_READ, _WRITE):
-        parameters = {"input", "data"}
-    elif compute is None or operation.blocks:
+    compute = (ARITHMETIC | OTHER | _STATES).get(kind)
+    if compute is None or operation.blocks:
         raise NotImplementedError(f"the operator {kind}")
-    else:
-        parameters = inspect.signature(compute).parameters.keys()
-    if arguments.keys() - parameters:
-        raise NotImplementedError(f"the operator {kind} with {', '.join(arguments.keys() - parameters)}")
+    signature = inspect.signature(compute)
+    unknown = arguments.keys() - signature.parameters.keys()
+    if unknown:
+        raise NotImplementedError(f"the operator {kind} with {', '.join(sorted(unknown))}")
+    signature.bind(**arguments)
     name = operation.outputs[0].name if operation.outputs else kind
     bound = {p: names if p == LISTS.get(kind) else names[0] for p, names in arguments.items()}
     return _Step(kind, name, compute, bound, [(each.name, _feature(each.type)) for each in operation.outputs])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edge_qkv.export.coreml_constants import Value, blocks_of_rows, rows
+from edge_qkv.export.coreml_constants import Value, blocks_of_rows, expand, rows
 
 Array = np.ndarray
 
@@ -136,7 +136,7 @@ def _linear(x: Array, weight: Value, bias: Array | None = None) -> Array:
     flat = x.reshape(-1, x.shape[-1])
     out = np.empty((len(flat), weight.shape[0]), np.float32)
     for block in blocks_of_rows(weight.shape):
-        np.matmul(flat, rows(weight, block.start, block.stop).T, out=out[:, block])
+        out[:, block] = flat @ rows(weight, block.start, block.stop).T
     out = out.reshape(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias
 
@@ -200,7 +200,8 @@ _CAST = {"fp16": np.float16, "fp32": np.float32, "bool": np.bool_} | {
 
 def _cast(x: Array, dtype: str) -> Array:
     target = np.dtype(_CAST[dtype])
-    if target.kind in "iu" and x.size:
+    if target.kind in "iu":
+        x = np.trunc(x)
         limits = np.iinfo(target)
         if not (limits.min <= x.min() and x.max() <= limits.max):  # NaN fails too
             raise ValueError(f"values from {x.min()} to {x.max()} do not fit into {dtype}")
@@ -221,7 +222,7 @@ def _gather(
     if indices.size and not (indices.min() >= 0 and indices.max() < x.shape[axis]):
         raise ValueError(f"indices from {indices.min()} to {indices.max()} are not all in [0, {x.shape[axis]})")
     if isinstance(x, np.ndarray) or axis:
-        return np.take(x, indices, axis)
+        return np.take(expand(x), indices, axis)
     picked = [x.rows(i, i + 1) for i in indices.reshape(-1).tolist()]
     return np.concatenate(picked).reshape(*indices.shape, *x.shape[1:]).astype(x.dtype)
 
@@ -344,6 +345,10 @@ def _tile(x: Array, reps: Array) -> Array:
     return np.tile(x, reps)
 
 
+def _fill(shape: Array, value: Array | None = None) -> Array:
+    return np.zeros(shape, np.float32) if value is None else np.full(shape, value, value.dtype)
+
+
 OTHER: dict[str, Callable] = {
     "identity": lambda x: x,
     "cast": _cast,
@@ -372,7 +377,7 @@ OTHER: dict[str, Callable] = {
     "stack": lambda values, axis: np.stack(values, int(axis)),
     "split": _split,
     "tile": _tile,
-    "fill": lambda shape, value: np.full(_axes(shape), value, value.dtype),
+    "fill": _fill,
     "range_1d": _range_1d,
 }
 

@@ -6,6 +6,7 @@ Core ML has no operators of ours: attention is said in its own, and what matters
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,10 +18,8 @@ import coremltools as ct
 import numpy as np
 import torch
 from coremltools.converters.mil.mil import Program
-from coremltools.converters.mil.mil.passes.pass_registry import PASS_REGISTRY
 from torch import Tensor, nn
 
-from edge_qkv.attention import FP16_MAX
 from edge_qkv.config import ModelConfig
 from edge_qkv.export import operator
 from edge_qkv.export.progress import Progress, quiet
@@ -50,7 +49,9 @@ def _call(config: ModelConfig, tokens: int, past: Tensor, tables: tuple[Tensor, 
     hidden = row > query
     if config.window:
         passed = row <= query - config.window
-        hidden = hidden | (passed & (row >= config.sinks) if config.sinks else passed)
+        if config.sinks:
+            passed = torch.logical_and(passed, row >= config.sinks)
+        hidden = torch.logical_or(hidden, passed)
     here = None if tables is None else tuple(table.index_select(0, positions) for table in tables)
     return _Call(tokens, hidden.float() * _HIDDEN, here)
 
@@ -89,8 +90,8 @@ def attend(
         if conjugate:
             new[0] = _rotate(config, new[0], *call.here)
     for rows, state in zip(new, states, strict=True):
-        # An inf, which fp16 makes of what is above its range, would spoil every later token.
-        state[:, :, past : past + tokens] = rows.clamp(-FP16_MAX, FP16_MAX).to(state.dtype)
+        # Not saturated, unlike other engines' rows: all of the program is fp16, so what overflows did so before.
+        state[:, :, past : past + tokens] = rows.to(state.dtype)
     rows = [state.float() for state in states]  # [1, G, C, D]; no operator in the program, which is all fp16
     keys, values = rows[0], rows[-1]
     if config.positions == "rotary-on-read":
@@ -148,8 +149,7 @@ def lower(decoder: Decoder, chunk: int, facts: Mapping[str, str], package: Path,
     program.default_function_name = FUNCTIONS[0]
     program.export_as_multifunction = True
     with _unheard(), _temporary_files_in(package.parent):
-        # As coremltools.utils.save_multifunction does it, but from memory: no package a function, read back again.
-        PASS_REGISTRY["common::const_deduplication"]._deduplicate_const_across_functions(program)
+        _share_constants(program)
         ct.convert(
             program,
             source="milinternal",
@@ -168,11 +168,9 @@ def lower(decoder: Decoder, chunk: int, facts: Mapping[str, str], package: Path,
 
 
 def _converted(function: Function, with_row: bool) -> Program:
-    config, one = function.decoder.config, ct.TensorType("past", (1,), np.int32)
-    inputs = [ct.TensorType("input_ids", (1, function.tokens), np.int32), one]
-    if with_row:
-        inputs.append(ct.TensorType("logit_row", (1,), np.int32))
-    example = tuple(torch.zeros(given.shape.shape, dtype=torch.int32) for given in inputs)
+    shapes = {"input_ids": (1, function.tokens), "past": (1,)} | ({"logit_row": (1,)} if with_row else {})
+    inputs = [ct.TensorType(name, shape, np.int32) for name, shape in shapes.items()]
+    example = tuple(torch.zeros(shape, dtype=torch.int32) for shape in shapes.values())
     state = ct.TensorType(shape=function.shape, dtype=np.float16)
     pipeline = ct.PassPipeline()
     pipeline.remove_passes(_LEFT_OUT)
@@ -187,6 +185,20 @@ def _converted(function: Function, with_row: bool) -> Program:
             minimum_deployment_target=ct.target.iOS18,
             pass_pipeline=pipeline,
         )
+
+
+def _share_constants(program: Program) -> None:
+    """Constants with the same weight_id are stored once.
+
+    coremltools.utils.save_multifunction, which does that for packages, would write one for each function first, and
+    compares constants in float64.
+    """
+    for function in program.functions.values():
+        for call in function.operations:
+            if call.op_type == "const" and isinstance(call.outputs[0].val, np.ndarray):
+                constant = call.outputs[0]
+                digest = hashlib.blake2b(np.ascontiguousarray(constant.val), digest_size=20).hexdigest()
+                call.weight_id = f"{constant.dtype.__type_info__()} {constant.shape} {digest}"
 
 
 def check(spec: Any, states: list[str]) -> None:

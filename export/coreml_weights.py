@@ -47,26 +47,28 @@ def _lookup(indices: Tensor, weight: Tensor, scales: Tensor | None, bits: int) -
     return _floats(weight[indices], None if scales is None else scales[indices])
 
 
-def _constant(weight, scales, bits):
-    """The fp16 matrix of a weight and its scales, which are constants of the program."""
-    if scales is None:
-        return weight
-    codes = weight.val if bits == 8 else weight.val.astype(types.np_int4_dtype)
-    return mb.constexpr_blockwise_shift_scale(data=codes, scale=scales.val)
+def _constant(context, weight, scales, bits):
+    """The fp16 matrix of a weight and its scales, which are constants of the program; one for each that is stored."""
+    made = vars(context).setdefault("edge_qkv_constants", {})
+    place = weight.val.ctypes.data
+    if scales is not None and place not in made:
+        codes = weight.val.view(types.np_int4_dtype) if bits.val == 4 else weight.val
+        made[place] = mb.constexpr_blockwise_shift_scale(data=codes, scale=scales.val)
+    return made.setdefault(place, weight)
 
 
 @register_torch_op(torch_alias=["edge_qkv_coreml::linear"])
 def edge_qkv_coreml_linear(context, node) -> None:
     x, weight, scales, bias, bits = (context[name] for name in node.inputs)
     bias = {} if bias is None else {"bias": mb.cast(x=bias, dtype="fp16")}
-    out = mb.linear(x=mb.cast(x=x, dtype="fp16"), weight=_constant(weight, scales, bits.val), **bias)
+    out = mb.linear(x=mb.cast(x=x, dtype="fp16"), weight=_constant(context, weight, scales, bits), **bias)
     context.add(mb.cast(x=out, dtype="fp32", name=node.name))
 
 
 @register_torch_op(torch_alias=["edge_qkv_coreml::lookup"])
 def edge_qkv_coreml_lookup(context, node) -> None:
     indices, weight, scales, bits = (context[name] for name in node.inputs)
-    out = mb.gather(x=_constant(weight, scales, bits.val), indices=indices, axis=0)
+    out = mb.gather(x=_constant(context, weight, scales, bits), indices=indices, axis=0)
     context.add(mb.cast(x=out, dtype="fp32", name=node.name))
 
 

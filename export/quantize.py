@@ -76,7 +76,7 @@ def dequantize(quantized: Quantized) -> Tensor:
 
 
 def quantize_signed(weight: Tensor, bits: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Quantises weight [N, K] to signed codes [N, K] int8 of 4 or 8 bits and scales [N, K / block_size] fp16, w = scale * q.
+    """Quantises weight [N, K] to signed codes q [N, K] int8 of 4 or 8 bits and scales [N, K / block_size] fp16.
 
     Codes are chosen for the rounded scales. No scale is negative: those that coremltools makes never are, and who reads
     them may rely on it.
