@@ -111,6 +111,8 @@ class ScaledRMSNorm(nn.Module):
     """RMSNorm whose squares fit fp16: a value above 256 has none there, and residual streams have such values.
 
     Divided by its largest value a row has squares of at most 1 and a mean of at least 1 / width.
+    coremltools' own lowering divides as well, but adds eps to the mean of a divided row as it is, and makes NaN of a
+    row of zeros.
     """
 
     def __init__(self, norm: RMSNorm) -> None:

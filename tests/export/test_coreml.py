@@ -39,6 +39,7 @@ with quiet():
 
 CAPACITY, CHUNK = 40, 16
 SMALL = replace(TINY, layers=1, max_positions=CAPACITY)
+LEARNED = replace(TINY, norm="layernorm", positions="learned")
 BLOBS = "model.mlpackage/Data/com.apple.CoreML/weights/weight.bin"
 PROGRAM = "model.mlpackage/Data/com.apple.CoreML/model.mlmodel"
 # One result of an fp16 program is off by 1 in 2,048 at most. The logits of these models are the work of some dozens of
@@ -142,10 +143,25 @@ def test_every_variant_is_what_the_decoder_computes(name, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("_HIDDEN", 0.0),  # later rows are seen, and rows of an earlier conversation
+        ("_rotate", lambda config, x, cos, sin, right=coreml_program._rotate: right(config, x, cos, -sin)),
+    ],
+)
+def test_a_wrong_lowering_is_noticed(name, wrong, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(coreml_program, name, wrong)
+    _export(checkpoint, tmp_path / "package", prefill_chunk=CHUNK)
+    runs = Runs(tmp_path / "package")
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        walk(runs.score, runs.rewind, _expected(read_checkpoint(str(checkpoint)).load(), CAPACITY), CHUNK)
+
+
+@pytest.mark.parametrize(
     ("config", "weights", "block"),
     [
         (replace(SMALL, width=64, mlp_width=72), "int4", None),  # blocks of 32, 16 for the heads, rows of 8 bits for 72
-        (replace(SMALL, positions="learned", norm="layernorm", mlp="gelu", tied_head=False), "int4", 64),
+        (replace(LEARNED, layers=1, max_positions=CAPACITY, mlp="gelu", tied_head=False), "int4", 64),
         (replace(SMALL, attention_bias=True, mlp_bias=True, norm_bias=True), "int8", None),
     ],
 )
@@ -277,11 +293,7 @@ def test_a_tied_embedding_and_head_are_stored_once(tmp_path):
     ("config", "weights", "block"),
     [
         (replace(TINY, vocab_size=4096, width=384, heads=6, head_dim=64, mlp_width=1032), "int4", 64),
-        (
-            replace(TINY, vocab_size=4096, width=384, norm="layernorm", positions="learned", tied_head=False),
-            "int8",
-            None,
-        ),
+        (replace(LEARNED, vocab_size=4096, width=384, tied_head=False), "int8", None),
         (replace(TINY, vocab_size=4096, width=384, sharing="qkv", mlp_bias=True, max_positions=4096), "fp16", None),
     ],
 )
