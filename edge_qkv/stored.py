@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from edge_qkv import _native
-from edge_qkv.config import ModelConfig
+from edge_qkv.config import CACHE_BYTES, ModelConfig
 from edge_qkv.errors import InputError
 
 BLOCK_SIZES = (32, 64, 128)
@@ -75,10 +75,12 @@ class Storage:
     pads_mlp: bool = False  # the MLP's inner width is whole blocks, in all of its matrices
 
 
-_FLOAT = Format()
+_FLOAT, _HALF = Format(), Format(16)
 _BLOCKS_4, _BLOCKS_8 = Format(4, 4, _CHOSEN), Format(8, 4, _CHOSEN)  # of MatMulNBits: float32 scales
 # Of torchao: 8 bits with a float32 scale a row; 4 bits in groups with bf16 scales; tables of 4 bits with float32 ones.
 _ROWS_8, _GROUPS_4, _TABLE_4 = Format(8, 4), Format(4, 2, _CHOSEN), Format(4, 4, 32, whole=True)
+# Of ggml: blocks of 32 with one fp16 scale, of 256 with two and 12 bytes of smaller ones; else float32.
+_Q8_0, _Q4_0, _Q4_K = Format(8, 2, 32, whole=True), Format(4, 2, 32, whole=True), Format(4, 16, 256, whole=True)
 
 STORAGE = {
     "onnx": Storage(
@@ -109,6 +111,21 @@ STORAGE = {
         prefill_chunk=DEFAULT_PREFILL_CHUNK,
         pads_mlp=True,
     ),
+    "gguf": Storage(
+        engine="llama.cpp",
+        weights={
+            "f32": Weights(_FLOAT, _FLOAT, _FLOAT, _FLOAT, also="fp32"),
+            "f16": Weights(_HALF, _HALF, _HALF, _HALF, also="fp16"),
+            "q8_0": Weights(_Q8_0, _Q8_0, _Q8_0, _Q8_0, also="int8"),
+            "q4_0": Weights(_Q4_0, _Q8_0, _Q8_0, _Q8_0, also="int4"),
+            "q4_k": Weights(_Q4_K, _Q8_0, _Q8_0, _HALF),  # about: llama.cpp decides for each tensor
+        },
+        head_is_embedding=True,
+        alignment=32,
+        inline_below=0,
+        file_bytes=4_000,  # without its tokenizer
+        file_bytes_per_layer=800,
+    ),
 }
 # All names that --weights takes; each target refuses those it does not know.
 WEIGHTS = tuple(dict.fromkeys(name for target in STORAGE.values() for name in target.weights))
@@ -131,6 +148,29 @@ def stored_as(target: str, weights: str, block_size: int | None = None) -> tuple
     block = (block_size or stored.default_block) if stored.default_block else 0
     formats = (stored.layers, stored.head, stored.embedding, stored.positions)
     return kind, Weights(*(f.chosen(block) for f in formats)), block
+
+
+# llama.cpp's deepseek2 has at least so many values of a row that are rotated; of a model without positions they are 0.
+UNUSED_ROTATED = 0
+
+
+def gguf_keeps_one_row(config: ModelConfig) -> bool:
+    """Whether llama.cpp caches one row for keys and values; see `edge_qkv.export.gguf_latent`."""
+    biases = config.attention_bias or config.mlp_bias or config.norm_bias
+    plain = (config.norm, config.mlp, biases) == ("rmsnorm", "swiglu", False) and config.query != "residual_gelu"
+    if not plain or (config.sharing, config.kv_heads) != ("q-k=v", 1):
+        return False
+    if config.positions == "rotary-conjugate":
+        return config.sinks == 0
+    return config.positions == "none" and not 0 < config.window < config.max_positions
+
+
+def gguf_cache_bytes_per_token(config: ModelConfig, cache: str = "fp16") -> int:
+    """Bytes that one token adds to llama.cpp's cache: a K and a V of the same rows, where it has not one for both."""
+    value, _ = CACHE_BYTES[cache]
+    if not gguf_keeps_one_row(config):
+        return config.layers * 2 * config.kv_heads * config.head_dim * value
+    return config.layers * (config.head_dim + (0 if config.rotary else UNUSED_ROTATED)) * value
 
 
 def plan_model(
