@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from edge_qkv import _native
-from edge_qkv.config import CACHE_BYTES, ModelConfig
+from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
 
 BLOCK_SIZES = (32, 64, 128)
@@ -73,6 +73,7 @@ class Storage:
     file_bytes_per_layer: int  # and of that in each layer
     prefill_chunk: int = 0  # the most tokens of a call, unless an export is told otherwise; 0: any number
     pads_mlp: bool = False  # the MLP's inner width is whole blocks, in all of its matrices
+    rotary_tables: bool = True  # the cosines and sines of all positions are in the file
 
 
 _FLOAT, _HALF = Format(), Format(16)
@@ -115,7 +116,7 @@ STORAGE = {
         engine="llama.cpp",
         weights={
             "f32": Weights(_FLOAT, _FLOAT, _FLOAT, _FLOAT, also="fp32"),
-            "f16": Weights(_HALF, _HALF, _HALF, _HALF, also="fp16"),
+            "f16": Weights(_HALF, _HALF, _HALF, _HALF),
             "q8_0": Weights(_Q8_0, _Q8_0, _Q8_0, _Q8_0, also="int8"),
             "q4_0": Weights(_Q4_0, _Q8_0, _Q8_0, _Q8_0, also="int4"),
             "q4_k": Weights(_Q4_K, _Q8_0, _Q8_0, _HALF),  # about: llama.cpp decides for each tensor
@@ -123,8 +124,9 @@ STORAGE = {
         head_is_embedding=True,
         alignment=32,
         inline_below=0,
-        file_bytes=4_000,  # without its tokenizer
-        file_bytes_per_layer=800,
+        file_bytes=3_000,  # without its tokenizer, as measured
+        file_bytes_per_layer=700,
+        rotary_tables=False,
     ),
 }
 # All names that --weights takes; each target refuses those it does not know.
@@ -150,27 +152,19 @@ def stored_as(target: str, weights: str, block_size: int | None = None) -> tuple
     return kind, Weights(*(f.chosen(block) for f in formats)), block
 
 
-# llama.cpp's deepseek2 has at least so many values of a row that are rotated; of a model without positions they are 0.
-UNUSED_ROTATED = 0
-
-
 def gguf_keeps_one_row(config: ModelConfig) -> bool:
-    """Whether llama.cpp caches one row for keys and values; see `edge_qkv.export.gguf_latent`."""
+    """Whether llama.cpp caches one row for keys and values: see `edge_qkv.export.gguf_latent`."""
     biases = config.attention_bias or config.mlp_bias or config.norm_bias
-    plain = (config.norm, config.mlp, biases) == ("rmsnorm", "swiglu", False) and config.query != "residual_gelu"
-    if not plain or (config.sharing, config.kv_heads) != ("q-k=v", 1):
-        return False
-    if config.positions == "rotary-conjugate":
-        return config.sinks == 0
-    return config.positions == "none" and not 0 < config.window < config.max_positions
+    windowed = 0 < config.window < config.max_positions
+    shape = (config.sharing, config.kv_heads, config.positions, config.norm, config.mlp)
+    plain = config.query != "residual_gelu" and not biases and not windowed
+    return plain and shape == ("q-k=v", 1, "none", "rmsnorm", "swiglu")
 
 
-def gguf_cache_bytes_per_token(config: ModelConfig, cache: str = "fp16") -> int:
-    """Bytes that one token adds to llama.cpp's cache: a K and a V of the same rows, where it has not one for both."""
-    value, _ = CACHE_BYTES[cache]
-    if not gguf_keeps_one_row(config):
-        return config.layers * 2 * config.kv_heads * config.head_dim * value
-    return config.layers * (config.head_dim + (0 if config.rotary else UNUSED_ROTATED)) * value
+def gguf_form(config: ModelConfig) -> ModelConfig:
+    """The model that llama.cpp runs for `config`: with a query matrix, and with values of their own unless it keeps
+    one row for both; the same projection is then in its file, and the same row in its cache, twice."""
+    return replace(config, query="projected", sharing=config.sharing if gguf_keeps_one_row(config) else "qkv")
 
 
 def plan_model(
@@ -186,9 +180,10 @@ def plan_model(
     """
     _, stored, block = stored_as(target, weights, block_size)
     known = STORAGE[target]
+    config = gguf_form(config) if target == "gguf" else config
     padding = -config.mlp_width % (stored.layers.block or 1) if known.pads_mlp else 0
     inside = replace(config, mlp_width=config.mlp_width + padding)
-    matrices, tables = list(_matrices(inside, stored)), list(_tables(inside, stored))
+    matrices, tables = list(_matrices(inside, stored)), list(_tables(inside, stored, known.rotary_tables))
     head = stored.head.sizes(config.vocab_size, config.width)
     shared = config.tied_head and known.head_is_embedding
     on_disk = sum(
@@ -233,12 +228,12 @@ def _matrices(config: ModelConfig, stored: Weights) -> Iterator[int]:
             yield from stored.layers.sizes(outputs, inputs)
 
 
-def _tables(config: ModelConfig, stored: Weights) -> Iterator[int]:
+def _tables(config: ModelConfig, stored: Weights, rotary: bool) -> Iterator[int]:
     """All that is not multiplied by: embedding, positions, norms and biases."""
     yield from stored.embedding.sizes(config.vocab_size, config.width)
     if config.positions == "learned":
         yield from stored.positions.sizes(config.max_positions, config.width)
-    if config.rotary:
+    if config.rotary and rotary:
         yield from [config.max_positions * config.rotated // 2 * 4] * 2  # cos and sin
     for _ in range(2 * config.layers + 1):
         yield from [config.width * 4] * (2 if config.norm_bias else 1)

@@ -22,7 +22,7 @@ from edge_qkv.export.gguf_architectures import Mapping, Tensor
 from edge_qkv.export.packaging import Runner, Stored, check_space, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.package import MODEL_FILES
-from edge_qkv.stored import gguf_cache_bytes_per_token, stored_as
+from edge_qkv.stored import gguf_form, stored_as
 
 MODEL = MODEL_FILES["gguf"]
 CACHES = ("fp32", "fp16")
@@ -104,7 +104,7 @@ def export_gguf(
         progress("No parity report: it needs the llama.cpp engine", 0, 0)
     more = {
         "architecture": mapping.architecture,
-        "cache_bytes_per_token": gguf_cache_bytes_per_token(config, cache),  # llama.cpp's, which has K and V
+        "cache_bytes_per_token": gguf_form(config).cache_bytes_per_token(cache),
     }
     return write_package(
         checkpoint,
@@ -198,7 +198,7 @@ def _converted(tensor: Tensor, kind: GGMLQuantizationType, checkpoint: Checkpoin
     if kind == _F32:
         return made
     if max(abs(float(made.min())), abs(float(made.max()))) > FP16_MAX:
-        raise InputError(f"--weights: {tensor.name} has values beyond fp16, which {kind.name} needs; choose f32")
+        raise InputError(f"--weights {kind.name.lower()}: {tensor.name} has values beyond fp16's range; choose f32")
     step = max(1, _ROWS_AT_ONCE // made.shape[1])
     return np.concatenate([quantize(made[i : i + step], kind) for i in range(0, len(made), step)])
 

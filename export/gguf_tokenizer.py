@@ -69,7 +69,8 @@ def _metadata(content: dict[str, Any], vocab_size: int, stop_tokens: Sequence[in
     whole = bool(model.get("ignore_merges"))
     expressions = _expressions(content.get("pre_tokenizer"))
     if (expressions, whole) not in _SPLITS:
-        raise _Unknown(f"pre-tokenizer that splits by {' and then by '.join(expressions)} (ignore_merges: {whole})")
+        by = " and then by ".join(expressions) or "nothing"
+        raise _Unknown(f"pre-tokenizer that splits by {by} (ignore_merges: {str(whole).lower()})")
     tokens, types = _tokens(model["vocab"], added, vocab_size)
     opening, closing = _template(content.get("post_processor"))
     ends = [t for t in stop_tokens if t < vocab_size]
@@ -109,9 +110,7 @@ def _expressions(node: dict[str, Any] | None) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _tokens(
-    vocab: dict[str, int], added: list[dict[str, Any]], vocab_size: int
-) -> tuple[list[str], list[int]]:
+def _tokens(vocab: dict[str, int], added: list[dict[str, Any]], vocab_size: int) -> tuple[list[str], list[int]]:
     """The text and the type of every id; rows of the model without a token are unused ones."""
     tokens, types = [f"[unused{i}]" for i in range(vocab_size)], [_UNUSED] * vocab_size
     for text, i in vocab.items():
@@ -133,8 +132,11 @@ def _template(node: dict[str, Any] | None) -> tuple[int | None, int | None]:
         raise _Unknown(f"post-processor {node['type']}")
     pieces = [next(iter(piece.items())) for piece in node["single"]]
     at = next((i for i, (kind, _) in enumerate(pieces) if kind == "Sequence"), 0)
-    ids = [node["special_tokens"][p["id"]]["ids"] if kind == "SpecialToken" else [] for kind, p in pieces]
-    before, after = sum(ids[:at], []), sum(ids[at + 1 :], [])
+
+    def ids(part: list[tuple[str, Any]]) -> list[int]:
+        return [i for kind, piece in part if kind == "SpecialToken" for i in node["special_tokens"][piece["id"]]["ids"]]
+
+    before, after = ids(pieces[:at]), ids(pieces[at + 1 :])
     if len(before) > 1 or len(after) > 1:
         raise _Unknown("template with several tokens before or after a text")
     return (before or [None])[0], (after or [None])[0]
