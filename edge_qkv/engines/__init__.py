@@ -12,7 +12,7 @@ from edge_qkv import _native
 from edge_qkv.package import MODEL_FILES, Package
 
 # Target -> the module here with a function `open_model`; all other targets are the native library's.
-HOSTED = {"coreml": "coreml"}
+HOSTED = {"coreml": "coreml", "gguf": "llama_cpp"}
 NATIVE = tuple(target for target in MODEL_FILES if target not in HOSTED)
 
 
