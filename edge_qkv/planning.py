@@ -135,13 +135,16 @@ def _of_weights_and_cache(
     target: str,
 ) -> Plan:
     """What can be known of an engine that Python hosts."""
-    cache = (options.cache_type or b"fp16").decode()
-    a_token = package.cache_bytes_per_token if package else cache_bytes_per_token(config, cache, target)
+    own = package.manifest.get("cache") if package else "fp16"
+    cache = options.cache_type.decode() if options.cache_type else own
+    a_token = (
+        package.cache_bytes_per_token if package and cache == own else cache_bytes_per_token(config, cache, target)
+    )
     context = options.context or config.max_positions
     weights = package.weight_bytes if package else facts.weight_bytes
     known = STORAGE[target]
-    rows = config.max_positions if known.whole_cache else -(-context // known.context_multiple) * known.context_multiple
-    cache_bytes = rows * a_token
+    rows = config.max_positions if known.whole_cache else context
+    cache_bytes = -(-rows // known.context_multiple) * known.context_multiple * a_token
     return Plan(
         context=context,
         prefill_chunk=package.manifest.get("prefill_chunk", 0) if package else facts.prefill_chunk,

@@ -74,7 +74,7 @@ class Storage:
     prefill_chunk: int = 0  # the most tokens of a call, unless an export is told otherwise; 0: any number
     pads_mlp: bool = False  # the MLP's inner width is whole blocks, in all of its matrices
     caches: tuple[str, ...] = tuple(CACHE_BYTES)  # types that the engine can keep
-    context_multiple: int = 1  # of it the cache has whole ones
+    context_multiple: int = 1  # the cache has room for whole ones of so many tokens
     whole_cache: bool = False  # the cache has room for all positions of the model, whatever a session's context
     rotary_tables: bool = True  # the cosines and sines of all positions are in the file
 
