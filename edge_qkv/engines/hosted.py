@@ -87,6 +87,9 @@ class HostedModel(Closable):
                 f"overflow: rows cannot be moved in a {self.package.target} package; use 'error' and rewind, "
                 "or export to onnx or executorch"
             )
+        for name in ("sinks", "window", "block"):
+            if getattr(options, name):
+                raise InputError(f"{name}: belongs to an overflow option that a {self.package.target} package has not")
         with self._call():
             return HostedSession(self, options.context, options.prefill_chunk)
 

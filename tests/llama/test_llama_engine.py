@@ -19,6 +19,7 @@ import llama_cpp
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from conftest import TINY, hears_ctrl_c, write_checkpoint
 from eager import expect, walk_session
@@ -76,7 +77,7 @@ def test_logits_are_the_decoders(case, chunk):
     if cache == "fp16":
         # Flash attention rounds queries and sums to fp16 as well, 11 bits: some roundings of the largest logit.
         expected = replace(expected, tolerance=4 * 2**-11 * np.abs(expected.logits).max())
-    with Model(package, threads=2) as model, Session(model, CAPACITY, chunk) as session:
+    with Model(package, threads=1) as model, Session(model, CAPACITY, chunk) as session:
         walk_session(session, expected, CHUNK)
 
 
@@ -116,7 +117,7 @@ def test_one_thread_computes_what_two_do(tiny, ids):
 
 def test_the_same_seed_writes_the_same(tiny):
     def written(seed: int) -> list[int]:
-        with Session(tiny, context=60) as session:
+        with Session(tiny, context=60, threads=1) as session:
             return list(session.generate_tokens([1, 2], 40, Sampling(temperature=1.5, top_k=0, top_p=1, seed=seed)))
 
     assert written(3) == written(3) != written(4)
@@ -126,7 +127,7 @@ def test_the_same_seed_writes_the_same(tiny):
 
 
 def test_reuse_evaluates_only_what_differs(tiny, ids):
-    with Model(tiny) as model, Session(model, CAPACITY, CHUNK) as session:
+    with Model(tiny, threads=1) as model, Session(model, CAPACITY, CHUNK) as session:
         session.evaluate(ids[:40])
         assert session.reuse(ids[:30] + [255] * 5) == 30
         session.evaluate([255] * 5)
@@ -139,7 +140,7 @@ def test_reuse_evaluates_only_what_differs(tiny, ids):
 
 def test_a_full_context_is_refused_before_anything_is_evaluated(tiny, ids):
     """Also where llama.cpp, which rounds it up, had room for more."""
-    with Session(tiny, context=50) as session:
+    with Session(tiny, context=50, threads=1) as session:
         session.evaluate(ids[:40])
         with pytest.raises(ContextFull):
             session.evaluate(ids[:11])
@@ -151,7 +152,7 @@ def test_a_full_context_is_refused_before_anything_is_evaluated(tiny, ids):
 
 def test_fill_gives_a_deep_context_at_once(case, ids):
     _, package, _ = case
-    with Session(package, CAPACITY, CHUNK) as session:
+    with Session(package, CAPACITY, CHUNK, 1) as session:
         session.evaluate(ids[:10])
         session.fill(CAPACITY - 1)
         assert session.tokens[:10] == ids[:10]
@@ -171,7 +172,7 @@ def test_fill_gives_a_deep_context_at_once(case, ids):
 
 def test_a_restored_conversation_goes_on_bit_for_bit(case, ids, tmp_path):
     _, package, _ = case
-    with Model(package) as model:
+    with Model(package, threads=1) as model:
         for length in LENGTHS:
             context = min(length + 10, CAPACITY)
             with Session(model, context, CHUNK) as session:
@@ -190,7 +191,7 @@ def test_a_restored_conversation_goes_on_bit_for_bit(case, ids, tmp_path):
 
 def test_a_fork_goes_its_own_way(case, ids):
     _, package, _ = case
-    with Model(package) as model, Session(model, CAPACITY, CHUNK) as session:
+    with Model(package, threads=1) as model, Session(model, CAPACITY, CHUNK) as session:
         session.evaluate(ids[:40])
         with session.fork() as fork:
             both = [fork.score(ids[60:90]), session.score(ids[40:70])]
@@ -206,10 +207,10 @@ def test_a_fork_goes_its_own_way(case, ids):
 def test_a_snapshot_of_another_engine_is_refused(random_package, tiny, ids, tmp_path):
     packages = [tiny, random_package("onnx", *CASES["fp32"])[1]]
     for package, other in (packages, reversed(packages)):
-        with Session(package, CAPACITY) as session:
+        with Session(package, CAPACITY, threads=1) as session:
             session.evaluate(ids[:40])
             session.save(tmp_path / "saved")
-        with Session(other, CAPACITY) as session:
+        with Session(other, CAPACITY, threads=1) as session:
             session.evaluate(ids[:5])
             before = session.logits()
             with pytest.raises(InputError, match="saved: "):
@@ -221,7 +222,7 @@ def test_a_snapshot_of_another_engine_is_refused(random_package, tiny, ids, tmp_
 def test_a_cache_of_another_shape_is_damage_and_changes_nothing(case, ids, tmp_path):
     """Numbers alone come out of a snapshot: there is no byte of it by which llama.cpp reads the rest."""
     _, package, cache = case
-    with Model(package) as model, Session(model, CAPACITY, CHUNK) as session:
+    with Model(package, threads=1) as model, Session(model, CAPACITY, CHUNK) as session:
         session.evaluate(ids[:20])
         session.save(tmp_path / "saved")
         parts = dict(np.load(tmp_path / "saved"))
@@ -252,7 +253,7 @@ def test_a_cache_of_another_shape_is_damage_and_changes_nothing(case, ids, tmp_p
 def test_a_state_that_is_laid_out_in_another_way_is_recognised(case, ids):
     """Such as a later llama.cpp might write: each byte of it that is no row is checked."""
     _, package, _ = case
-    with Model(package) as model, Session(model, CAPACITY, CHUNK) as session:
+    with Model(package, threads=1) as model, Session(model, CAPACITY, CHUNK) as session:
         session.evaluate(ids[:20])
         cache = session._engine._cache
         layout, rows = cache._layout, cache.read(20)
@@ -260,7 +261,6 @@ def test_a_state_that_is_laid_out_in_another_way_is_recognised(case, ids):
         state = np.empty(size, np.uint8)
         assert llama_cpp.llama_state_seq_get_data(cache._context, engine._pointer(state), size, 0) == size
         np.testing.assert_array_equal(layout.join(rows), state)
-        bytes_of_rows = 20 * layout.bytes_per_token
         found = 0
         for i in range(size):
             other = state.copy()
@@ -283,7 +283,7 @@ def test_memory_is_what_llama_cpp_allocates(case, monkeypatch):
     """For its whole context, rounded up, when the session is opened."""
     _, package, cache = case
     lines = []
-    with Model(package) as model:
+    with Model(package, threads=1) as model:
         monkeypatch.setattr(engine._log, "hears", llama_cpp.llama_log_callback(lambda _, text, __: lines.append(text)))
         with Session(model, CAPACITY) as session:
             memory = session.memory()
@@ -295,24 +295,28 @@ def test_memory_is_what_llama_cpp_allocates(case, monkeypatch):
     assert plan(package, context=CAPACITY).cache_type == cache
 
 
-def test_what_is_closed_is_given_back(long, ids):
+def test_what_is_closed_is_given_back(random_package, ids):
+    wide = replace(LONG, max_positions=65536)
+    package = random_package("gguf", wide, "fp16", weights="f32")[1]
+
     def anonymous() -> int:
-        with Model(long) as model, Session(model, 4096, 256) as session:
-            session.evaluate(ids[:256])
+        with Model(package, threads=1, verify=False) as model, Session(model, "max", CHUNK) as session:
+            session.evaluate(ids[:CHUNK])
             with session.fork() as fork:
                 fork.evaluate(ids[:8])
             return session.memory()["anonymous"]
 
-    first = [anonymous() for _ in range(3)][-1]
-    cache = 4096 * plan(long).cache // LONG.max_positions
-    assert max(anonymous() for _ in range(20)) < first + cache
+    first = anonymous()
+    cache = plan(package).cache
+    assert cache > 60e6
+    assert max(anonymous() for _ in range(6)) < first + cache  # of 12 that were closed
 
 
 # ---- closing, cancelling, several sessions, several models ----
 
 
 def test_sessions_outlive_their_model(tiny, ids):
-    model = Model(tiny)
+    model = Model(tiny, threads=1)
     session = Session(model, CAPACITY, CHUNK)
     expected = session.score(ids[:40])
     model.close()
@@ -331,36 +335,36 @@ def test_sessions_outlive_their_model(tiny, ids):
 
 
 def test_a_cancelled_call_stops_in_the_middle_and_the_session_goes_on(long, ids):
-    prompt = ids[:2048]
-    with Model(long, threads=2) as model, Session(model, prefill_chunk=1024) as session:
-        session.evaluate(prompt[:1024])
+    prompt = ids[:768]
+    with Model(long, threads=1) as model, Session(model, prefill_chunk=512) as session:
+        session.evaluate(prompt[:256])
         began = time.perf_counter()
-        session.evaluate(prompt[1024:])
+        session.evaluate(prompt[256:])
         whole = time.perf_counter() - began
         expected = session.logits()
         stopped = 0
-        for _ in range(20):
-            session.rewind(1024)
+        for _ in range(10):
+            session.rewind(256)
             canceller = threading.Timer(whole / 3, session.cancel)
             began = time.perf_counter()
             canceller.start()
             try:
-                session.evaluate(prompt[1024:])
+                session.evaluate(prompt[256:])
             except Cancelled:
                 stopped += time.perf_counter() - began < 0.75 * whole
             else:
                 with pytest.raises(Cancelled):
                     session.evaluate(ids[-1:])
             canceller.join()
-            assert session.tokens in (prompt[:1024], prompt)
+            assert session.tokens in (prompt[:256], prompt)
             session.evaluate(prompt[len(session.tokens) :])
             np.testing.assert_array_equal(session.logits(), expected)
-        assert stopped >= 15
+        assert stopped >= 7
 
 
 def test_sessions_and_models_do_not_disturb_each_other(long, tiny, random_package, ids):
     onnx = random_package("onnx", *CASES["fp32"])[1]
-    with Model(long, threads=2) as one, Model(tiny, threads=2) as two, Model(onnx, threads=2) as three:
+    with Model(long, threads=1) as one, Model(tiny, threads=1) as two, Model(onnx, threads=1) as three:
         jobs = [(one, ids[:300]), (one, ids[700:1000]), (two, ids[:CAPACITY]), (three, ids[:CAPACITY])]
         alone = [_conversation(*job) for job in jobs]
         results = [None] * len(jobs)
@@ -401,55 +405,46 @@ def alarm():
 def test_an_interrupted_call_leaves_a_sound_session(tiny, ids, tmp_path, alarm, capfd):
     """Whatever an exception out of a signal handler ends, the session knows afterwards what its cache holds."""
     generator = np.random.default_rng(7)
-    compared = 0
-    with Model(tiny, threads=1) as model:
-        with Session(model, CAPACITY, CHUNK) as session, Session(model, CAPACITY, CHUNK) as fresh:
-            session.evaluate(ids[:40])
-            session.save(tmp_path / "saved")
-            for _ in range(60):
-                with contextlib.suppress(Interrupt):
-                    alarm(generator.uniform(1e-4, 0.02))
-                    while True:
-                        session.rewind(len(session.tokens) // 2)
-                        session.evaluate(ids[: int(generator.integers(1, 45))])
-                        session.restore(tmp_path / "saved")
-                        with session.fork() as fork:
-                            fork.evaluate(ids[:3])
-                        session.reuse(ids[: int(generator.integers(1, 60))])
-                        list(session.generate_tokens([1], 3))
-                tokens = session.tokens
-                assert tokens[: len(tokens) - len(session._pending)] == session._engine.tokens().tolist()
-                session.rewind(min(5, len(tokens)))
-                session.evaluate(ids[5:30])
-                assert session.tokens == tokens[:5] + ids[5:30]
-                fresh.rewind(0)
-                fresh.evaluate(session.tokens)
-                np.testing.assert_allclose(session.logits(), fresh.logits(), atol=1e-4)
-                compared += 1
-    assert compared == 60
+    model = Model(tiny, threads=1)
+    with model, Session(model, CAPACITY, CHUNK) as session, Session(model, CAPACITY, CHUNK) as fresh:
+        session.evaluate(ids[:40])
+        session.save(tmp_path / "saved")
+        for _ in range(40):
+            with contextlib.suppress(Interrupt):
+                alarm(generator.uniform(1e-4, 0.02))
+                while True:
+                    session.rewind(len(session.tokens) // 2)
+                    session.evaluate(ids[: int(generator.integers(1, 45))])
+                    session.restore(tmp_path / "saved")
+                    with session.fork() as fork:
+                        fork.evaluate(ids[:3])
+                    session.reuse(ids[: int(generator.integers(1, 60))])
+                    list(session.generate_tokens([1], 3))
+            tokens = session.tokens
+            assert tokens[: len(tokens) - len(session._pending)] == session._engine.tokens().tolist()
+            session.rewind(min(5, len(tokens)))
+            session.evaluate(ids[5:30])
+            assert session.tokens == tokens[:5] + ids[5:30]
+            fresh.rewind(0)
+            fresh.evaluate(session.tokens)
+            np.testing.assert_allclose(session.logits(), fresh.logits(), atol=1e-4)
     assert capfd.readouterr() == ("", "")
 
 
 def test_an_interruption_while_a_model_opens_is_heard(long, alarm, capfd):
     """llama.cpp reports its progress to Python, whose callbacks swallow exceptions in the main thread."""
     Model(long).close()
-    heard = 0
     for delay in np.linspace(1e-3, 0.06, 40):
-        with contextlib.suppress(Interrupt):
-            try:
-                alarm(delay)
-                with Model(long, verify=False) as model, Session(model, 256):
-                    pass
-                while signal.getitimer(signal.ITIMER_REAL)[0]:
-                    pass
-            except Interrupt:
-                heard += 1
-    assert heard == 40
+        with pytest.raises(Interrupt):
+            alarm(delay)
+            with Model(long, verify=False) as model, Session(model, 256):
+                pass
+            time.sleep(5)  # as long as nothing is heard
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_signal_handler_may_close_a_session_that_is_in_a_call(tiny, ids, alarm):
-    session = Session(tiny, CAPACITY, CAPACITY)
+    session = Session(tiny, CAPACITY, CAPACITY, 1)
     alarm(0.05, lambda *_: session.close())
     with pytest.raises(InputError, match="the session is closed"):
         while True:
@@ -461,11 +456,13 @@ def test_a_signal_handler_may_close_a_session_that_is_in_a_call(tiny, ids, alarm
 
 
 @pytest.fixture(scope="module")
-def talking(tmp_path_factory, bytes_tokenizer) -> Path:
+def talking(tmp_path_factory, bundled_checkpoint) -> Path:
     from edge_qkv.export import TARGETS
 
     folder = tmp_path_factory.mktemp("talking")
-    checkpoint = write_checkpoint(folder / "checkpoint", PLAIN, bytes_tokenizer)
+    tokenizer = Tokenizer.from_file(str(bundled_checkpoint / "tokenizer.json"))
+    config = replace(PLAIN, vocab_size=tokenizer.get_vocab_size())
+    checkpoint = write_checkpoint(folder / "checkpoint", config, tokenizer)
     TARGETS["gguf"](str(checkpoint), folder / "package", weights="f32", cache="fp32", parity=False)
     return folder / "package"
 
@@ -480,9 +477,9 @@ def _run(*arguments) -> subprocess.CompletedProcess:
 
 
 def test_run_writes_what_the_session_does(talking, tmp_path):
-    with Session(talking, context=90) as session:
+    with Session(talking, context=90, threads=1) as session:
         text = "".join(session.generate("Hello", 12, Sampling(seed=5)))
-    options = ["--context", 90, "--seed", 5, "--threads", 2, "--prefill-chunk", 3, "--max-tokens", 12]
+    options = ["--context", 90, "--seed", 5, "--threads", 1, "--prefill-chunk", 3, "--max-tokens", 12]
     done = _run(talking, "--prompt", "Hello", "--save", tmp_path / "saved", *options)
     assert (done.returncode, done.stdout) == (0, f"Hello{text}\n"), done.stderr
     assert re.fullmatch(r"\[seed 5; prefill 5 tokens, .*\]\n", done.stderr)
