@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -215,8 +216,16 @@ def _quantize(source: Path, path: Path, mapping: Mapping) -> None:
     for override, tensor in zip(overrides, kept, strict=False):
         override.pattern = f"^{tensor.name}$".replace(".", "\\.").encode()
         override.type = stored_type(tensor, "f16")
+    llama_cpp.llama_log_set(_no_log(), None)  # a line a tensor, otherwise
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = int(LlamaFileType.MOSTLY_Q4_K_M)
     params.tt_overrides = ctypes.cast(overrides, type(params.tt_overrides))
     if llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(params)):
         raise InputError("--weights q4_k: llama.cpp could not quantise this model; choose q4_0")
+
+
+@functools.cache  # llama.cpp calls it whenever it likes
+def _no_log() -> Any:
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda level, text, data: None)

@@ -178,6 +178,7 @@ def test_a_package_describes_itself(written, bytes_tokenizer):
     facts = {name.removeprefix("edge_qkv."): v for name, v in file.metadata.items() if name.startswith("edge_qkv.")}
     assert facts["kv_heads"] == "2" and facts["positions"] == "rotary-on-read" and facts["cache_type"] == "fp16"
     assert facts["weights"] == "q4_0"
+    assert file.metadata["tokenizer.ggml.merges"] == ["[none] [none]"]  # of bytes alone; llama.cpp wants some
     llama = {
         "vocab_size": 270,
         "context_length": 96,

@@ -20,7 +20,6 @@ def _collect(level: int, text: bytes, _: object) -> None:
     _lines.append(text.decode(errors="replace"))
 
 
-llama_cpp.llama_log_set(_collect, None)
 llama_cpp.llama_backend_init()
 
 
@@ -28,6 +27,7 @@ class LlamaFile:
     """A model and a context of `tokens` tokens."""
 
     def __init__(self, path: Path, tokens: int, cache: str, flash: bool, batch: int) -> None:
+        llama_cpp.llama_log_set(_collect, None)
         _lines.clear()
         how = llama_cpp.llama_model_default_params()
         # Weights as they are in the file: no second copy of them, and no AMX, which some virtual machines announce and
