@@ -13,7 +13,7 @@ from pathlib import Path
 import edge_qkv
 from edge_qkv.errors import Cancelled, ContextFull, EdgeQKVError, InputError, OverBudget
 
-_ABI_VERSION = 2
+_ABI_VERSION = 3
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 # eqkv_status -> the exception it becomes.
@@ -185,6 +185,7 @@ _FUNCTIONS = {
     "eqkv_session_logits": [c_void_p, POINTER(POINTER(c_float))],
     "eqkv_session_set_sampler": [c_void_p, POINTER(SamplerOptions)],
     "eqkv_session_sample": [c_void_p, POINTER(c_int32)],
+    "eqkv_sample": [POINTER(c_float), c_size_t, POINTER(c_int32), c_size_t, POINTER(SamplerOptions), POINTER(c_int32)],
     "eqkv_session_rewind": [c_void_p, c_int64],
     "eqkv_session_match": [c_void_p, POINTER(c_int32), c_size_t, POINTER(c_int64)],
     "eqkv_session_fork": [c_void_p, POINTER(c_void_p)],

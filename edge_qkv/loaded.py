@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from edge_qkv import _native
 from edge_qkv.checks import chunk_size, thread_count, whole
+from edge_qkv.engines import EngineSession, ModelOptions, open_model
 from edge_qkv.errors import InputError
 from edge_qkv.package import Package
-from edge_qkv.packing import is_packed, model_options
+from edge_qkv.packing import is_packed
 from edge_qkv.planning import plan
 from edge_qkv.sizes import parse_size
 
@@ -22,58 +18,7 @@ DEFAULT_CHUNK = 128
 _TRIM_LEVELS = {"workspace": 1, "idle": 2, "all": 3}
 
 
-class NativeObject:
-    """Owns a handle of the native library: closed once, at the end of `with` or of the object's life."""
-
-    _close_function: str
-
-    def __init__(self) -> None:
-        self._handle = ctypes.c_void_p()
-        self._in_use = threading.RLock()  # held during a call, so that closing waits for it
-        # The lock lets its own thread in again, which only a signal handler tries that runs during a call.
-        self._in_call = self._close_after = False
-
-    def _call(self, name: str, *arguments, read: Callable[[], Any] | None = None) -> Any:
-        """Calls a function of the library with the handle. `read` is called while the handle cannot be closed, and its
-        value returned."""
-        what = type(self).__name__.lower()
-        with self._in_use:
-            if self._in_call:
-                raise InputError(f"the {what} is in a call of this thread; use it when the call has returned")
-            if not self._handle:
-                raise InputError(f"the {what} is closed; open a new one")
-            try:
-                self._in_call = True
-                _native.call(name, self._handle, *arguments)
-                return read() if read else None
-            finally:
-                self._in_call = False
-                if self._close_after:
-                    self.close()
-
-    def close(self) -> None:
-        """Frees the memory, after a call that another thread is in, or this one where a signal handler closes; the
-        object must not be used after."""
-        with self._in_use:
-            if self._in_call:
-                self._close_after = True
-                return
-            handle, self._handle = self._handle, ctypes.c_void_p()
-            if handle:
-                getattr(_native.library(), self._close_function)(handle)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
-
-
-class Model(NativeObject):
+class Model:
     """A loaded package.
 
     threads: 0 uses one a core. verify: check every file's SHA-256 first. memory: budget in bytes, or text such as
@@ -84,8 +29,6 @@ class Model(NativeObject):
     `pack` has prepared for this processor (None: the default one; False: do not use them). spill: directory for caches
     that leave RAM (None: the system's for temporary files). Raises `InputError`.
     """
-
-    _close_function = "eqkv_model_close"
 
     def __init__(
         self,
@@ -99,7 +42,6 @@ class Model(NativeObject):
         packed: str | Path | bool | None = None,
         spill: str | Path | None = None,
     ) -> None:
-        super().__init__()
         threads, prefill_chunk = thread_count(threads), chunk_size(prefill_chunk)
         context = None if context is None else whole(context, "context", 1)
         for name, folder in (("packed", packed), ("spill", spill)):
@@ -112,15 +54,9 @@ class Model(NativeObject):
             plan(self.package, packed=is_packed(self.package, packed), **facts)
         if verify:
             self.package.verify()
-        options = model_options(self.package, packed, threads=threads)
-        options.memory, options.context, options.prefill_chunk = self._budget, context or 0, prefill_chunk
-        options.spill = None if spill is None else os.fsencode(spill)
-        path = os.fsencode(self.package.path)
-        _native.call("eqkv_model_open", path, ctypes.byref(options), ctypes.byref(self._handle))
-        self.config = self.package.config
-        self.info = _native.ModelInfo()
-        self._call("eqkv_model_get_info", ctypes.byref(self.info))
-        self._check_against_manifest()
+        options = ModelOptions(threads, self._budget, context or 0, prefill_chunk, packed, spill)
+        self._engine = open_model(self.package, options)
+        self.config, self.info = self.package.config, self._engine.info
 
     @property
     def has_budget(self) -> bool:
@@ -139,24 +75,26 @@ class Model(NativeObject):
         """
         if level not in _TRIM_LEVELS:
             raise InputError(f"level {level!r} is not known; choose one of {', '.join(_TRIM_LEVELS)}")
-        self._call("eqkv_model_trim", _TRIM_LEVELS[level])
+        self._engine.trim(_TRIM_LEVELS[level])
 
     def watch_pressure(self, cgroup: str | Path | None = None) -> None:
         """Linux: trims by itself when memory gets short, until the model is closed.
 
         cgroup: directory of a control group of version 2; None: the process's own, or else the whole system.
         """
-        self._call("eqkv_model_watch_pressure", None if cgroup is None else os.fsencode(cgroup))
+        self._engine.watch_pressure(None if cgroup is None else os.fsencode(cgroup))
 
-    def _check_against_manifest(self) -> None:
-        config, path = self.config, self.package.path
-        if self.cache_type != self.package.manifest.get("cache") or self.info.cache_bytes_per_token != (
-            config.cache_bytes_per_token(self.cache_type)
-        ):
-            raise InputError(f"{path}: edge_qkv.json and the model file disagree on the cache; export again")
-        for field in ("vocab_size", "layers", "kv_heads", "head_dim", "max_positions"):
-            if getattr(self.info, field) != getattr(config, field):
-                raise InputError(
-                    f"{path}: edge_qkv.json and the model file disagree on {field} "
-                    f"({getattr(config, field)} and {getattr(self.info, field)}); export the package again"
-                )
+    def open_session(self, options: _native.SessionOptions) -> EngineSession:
+        """For `Session`, which adds text."""
+        return self._engine.open_session(options)
+
+    def close(self) -> None:
+        """Frees the memory, after a call that another thread is in, or this one where a signal handler closes; the
+        model must not be used after, its sessions may."""
+        self._engine.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()

@@ -1,14 +1,14 @@
 """The model package: a directory that `edge-qkv export` writes and the runtime opens.
 
 It holds the engine's model files, `tokenizer.json` when there is one, and `edge_qkv.json`, which names
-every other file with its size and SHA-256.
+every other file with its size and SHA-256; names of files in a directory of the package have slashes.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edge_qkv import files
@@ -17,7 +17,7 @@ from edge_qkv.errors import InputError, one_line
 
 MANIFEST = "edge_qkv.json"
 FORMAT = 2
-# Target -> the file that an engine opens.
+# Target -> the file or directory that an engine opens.
 MODEL_FILES = {"onnx": "model.onnx", "executorch": "model.pte", "gguf": "model.gguf"}
 # Names that tokenizers give to the token that ends a text.
 _END_TOKENS = (
@@ -64,12 +64,14 @@ class Package:
             )
         config = ModelConfig.from_dict(manifest.get("config"), str(manifest_file))
         listed, target = manifest.get("files"), manifest.get("target")
-        known = isinstance(target, str) and isinstance(listed, dict)
-        if not known or MODEL_FILES.get(target) not in listed:
+        model = MODEL_FILES.get(target) if isinstance(target, str) and isinstance(listed, dict) else None
+        if not model or not any(name == model or name.startswith(f"{model}/") for name in listed):
             raise InputError(f"{manifest_file}: lists no model file; export the package again")
         stops, parity = manifest.get("stop_tokens"), manifest.get("parity")
         if not isinstance(stops, list) or not isinstance(parity, (dict, type(None))):
             raise InputError(f"{manifest_file}: has stop_tokens or parity of the wrong type; export the package again")
+        if not isinstance(manifest.get("cache_bytes_per_token"), int):
+            raise InputError(f"{manifest_file}: does not say its cache_bytes_per_token; export the package again")
         for name, facts in listed.items():
             _check_file(path, name, facts)
         package = cls(path, manifest, config)
@@ -103,6 +105,11 @@ class Package:
     def weight_bytes(self) -> int:
         """Bytes of the model files on disk."""
         return sum(f["bytes"] for name, f in self.manifest["files"].items() if name != "tokenizer.json")
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """What the engine keeps of a token, which may be more than the model needs."""
+        return self.manifest["cache_bytes_per_token"]
 
     def tokenizer(self):
         """The package's tokenizer, or an `InputError` that says what to do without one."""
@@ -156,9 +163,19 @@ def is_package_only(path: Path) -> bool:
     """Whether a directory holds a package and no file that is not part of it."""
     try:
         listed = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-        return {entry.name for entry in path.iterdir()} <= {MANIFEST, *listed}
+        known = {
+            str(parent)
+            for name in (MANIFEST, *listed)
+            for parent in (PurePosixPath(name), *PurePosixPath(name).parents)
+        }
+        return {entry.relative_to(path).as_posix() for entry in path.rglob("*")} <= known
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
+
+
+def listed_files(path: Path) -> list[str]:
+    """Names of the files below `path`, as a manifest lists them."""
+    return sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
 
 
 def stop_tokens(tokenizer) -> list[int]:
@@ -167,9 +184,9 @@ def stop_tokens(tokenizer) -> list[int]:
 
 
 def _check_file(folder: Path, name: str, facts: Any) -> None:
-    file = folder / str(name)
-    if Path(name).name != name or name in ("", ".", ".."):
-        raise InputError(f"{folder / MANIFEST}: lists {name!r}, which is not a plain file name; export it again")
+    file, inside = folder / str(name), PurePosixPath(name)
+    if inside.is_absolute() or ".." in inside.parts or name in ("", ".") or str(inside) != name:
+        raise InputError(f"{folder / MANIFEST}: lists {name!r}, which is no file of a package; export it again")
     if not isinstance(facts, dict) or not isinstance(facts.get("bytes"), int):
         raise InputError(f"{folder / MANIFEST}: says nothing about {name}; export the package again")
     if not file.is_file():

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from edge_qkv import _native
 from edge_qkv.checks import thread_count
+from edge_qkv.engines import HOSTED
+from edge_qkv.errors import InputError
 from edge_qkv.package import Package
 
 
@@ -25,6 +27,8 @@ def pack(package: str | Path, directory: str | Path | None = None, threads: int 
     the memory of the weights. Returns the directory; raises `InputError`.
     """
     checked = Package.open(package, verify)
+    if checked.target in HOSTED:
+        raise InputError(f"{checked.path}: the engine of a {checked.target} package prepares its weights by itself")
     folder = Path(directory) if directory is not None else packed_directory()
     options = model_options(checked, folder, threads=threads)
     _native.call("eqkv_model_pack", os.fsencode(checked.path), ctypes.byref(options))
@@ -34,6 +38,8 @@ def pack(package: str | Path, directory: str | Path | None = None, threads: int 
 def is_packed(package: str | Path | Package, directory: str | Path | bool | None = None) -> bool:
     """Whether `pack` has prepared the package for this processor in `directory` (None: `packed_directory()`)."""
     package = package if isinstance(package, Package) else Package.open(package, verify=False)
+    if package.target in HOSTED:
+        return False
     packed, options = ctypes.c_int32(), model_options(package, directory)
     _native.call("eqkv_model_is_packed", os.fsencode(package.path), ctypes.byref(options), ctypes.byref(packed))
     return bool(packed.value)

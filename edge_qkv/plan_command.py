@@ -105,14 +105,20 @@ def describe(name: str, made: Plan) -> str:
     rows = []
     for field, what, dropped in _PARTS:
         count = getattr(made, field)
+        if made.unknown and not count:
+            continue
         rows.append((what, *((f"{count:,}", "") if dropped else ("", f"{count:,}")), size(count)))
-    rows.append(("margin of measurement", "", f"{made.margin:,}", size(made.margin)))
-    rows.append(("total", f"{made.total - made.anonymous:,}", f"{made.anonymous:,}", size(made.total)))
-    head = (
-        f"{name}: {made.context:,} tokens, {made.cache_type} cache, chunks of {made.prefill_chunk}, "
-        f"{made.threads} threads, weights {'packed' if made.packed else 'not packed'}; total {made.total:,} bytes"
-    )
+    head = f"{name}: {made.context:,} tokens, {made.cache_type} cache, chunks of {made.prefill_chunk}, "
+    if made.unknown:
+        head += f"weights and cache {made.total:,} bytes"
+    else:
+        rows.append(("margin of measurement", "", f"{made.margin:,}", size(made.margin)))
+        rows.append(("total", f"{made.total - made.anonymous:,}", f"{made.anonymous:,}", size(made.total)))
+        packed = "packed" if made.packed else "not packed"
+        head += f"{made.threads} threads, weights {packed}; total {made.total:,} bytes"
     lines = [head, "", table(rows, ("bytes", "file-backed", "anonymous", "together"))]
+    if made.unknown:
+        lines.append(f"\nno total: {made.unknown}")
     if made.memory is not None:
         lines.append(f"\nbudget {made.memory:,} bytes ({size(made.memory)}), left {made.left:,} ({size(made.left)})")
     return "\n".join(lines)

@@ -14,12 +14,16 @@ from pathlib import Path
 from edge_qkv import _native
 from edge_qkv.checks import chunk_size, thread_count, whole
 from edge_qkv.config import CACHE_BYTES, ModelConfig
+from edge_qkv.engines import HOSTED
 from edge_qkv.errors import InputError, OverBudget
 from edge_qkv.package import MANIFEST, Package
 from edge_qkv.packing import is_packed
 from edge_qkv.presets import PRESETS, preset
 from edge_qkv.sizes import parse_size
-from edge_qkv.stored import STORAGE, plan_model
+from edge_qkv.stored import STORAGE, cache_bytes_per_token, plan_model
+
+# Of the engines whose memory is not ours: what of it no plan knows.
+_UNKNOWN = {"coreml": "what Core ML takes beyond weights and states depends on the device and is not known"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Plan:
     matrix_bytes: int  # of these, what each token is multiplied by
     packed: bool  # whether the weights are planned as packed for the processor
     memory: int | None = None  # the budget, when there is one
+    unknown: str = ""  # what of the engine's memory is not in any of these
 
     @property
     def left(self) -> int | None:
@@ -94,9 +99,16 @@ def plan(
     model = planned_model(model)
     package = None if isinstance(model, ModelConfig) else model
     options.packed = (package is not None and is_packed(package)) if packed is None else packed
-    limit = (model if package is None else package.config).max_positions
+    config = model if package is None else package.config
+    limit = config.max_positions
     if wanted > limit:
         raise InputError(f"context = {wanted}: must be at most {limit}, the most this model allows")
+    of_target = target if package is None else package.target
+    if of_target in HOSTED:
+        if allowed is not None:
+            raise InputError(f"--memory: {_UNKNOWN[of_target]}, so a budget cannot be kept; leave it out")
+        facts = None if package else plan_model(config, weights, block_size, target, options.prefill_chunk)
+        return _of_weights_and_cache(config, package, facts, options, of_target)
     info, facts = _native.PlanInfo(), _native.PlanModel()
     if package is None:
         facts = plan_model(model, weights, block_size, target, options.prefill_chunk)
@@ -110,6 +122,41 @@ def plan(
     values["cache_type"] = info.cache_type.decode()
     sizes = dict(weight_bytes=facts.weight_bytes, matrix_bytes=facts.matrix_bytes)
     return Plan(**values, **sizes, packed=bool(options.packed), memory=allowed)
+
+
+def _of_weights_and_cache(
+    config: ModelConfig,
+    package: Package | None,
+    facts: _native.PlanModel | None,
+    options: _native.PlanOptions,
+    target: str,
+) -> Plan:
+    """What can be known of an engine that Python hosts."""
+    cache = (options.cache_type or b"fp16").decode()
+    a_token = package.cache_bytes_per_token if package else cache_bytes_per_token(config, cache, target)
+    context = options.context or config.max_positions
+    weights = package.weight_bytes if package else facts.weight_bytes
+    rows = (config.max_positions if STORAGE[target].whole_cache else context) * a_token
+    return Plan(
+        context=context,
+        prefill_chunk=package.manifest.get("prefill_chunk", 0) if package else facts.prefill_chunk,
+        threads=options.threads,
+        cache_type=cache,
+        weights_file=weights,
+        weights_anonymous=0,
+        cache=rows,
+        workspace=0,
+        engine_file=0,
+        engine_anonymous=0,
+        expected=weights + rows,
+        margin=0,
+        total=weights + rows,
+        anonymous=rows,
+        weight_bytes=weights,
+        matrix_bytes=facts.matrix_bytes if facts else 0,
+        packed=False,
+        unknown=_UNKNOWN[target],
+    )
 
 
 def fits(model: str | Path | Package | ModelConfig, **options) -> Plan | None:

@@ -1,4 +1,4 @@
-"""Sessions: a thin layer over the C ABI that adds text.
+"""Sessions: a thin layer over an engine's that adds text.
 
 A `Model` is loaded once; each `Session` on it is one conversation with its own cache. A session is used by
 one thread at a time, `cancel` excepted; sessions of one model may run in parallel.
@@ -19,7 +19,7 @@ import numpy as np
 from edge_qkv import _native
 from edge_qkv.checks import chunk_size, whole
 from edge_qkv.errors import ContextFull, EdgeQKVError, InputError
-from edge_qkv.loaded import DEFAULT_CHUNK, Model, NativeObject
+from edge_qkv.loaded import DEFAULT_CHUNK, Model
 from edge_qkv.package import encode
 from edge_qkv.sampling import Sampling
 from edge_qkv.text import stream_text, until_stop
@@ -29,7 +29,7 @@ DEFAULT_SINKS = 4
 OVERFLOW = {"error": 0, "window": 1, "shift": 2}
 
 
-class Session(NativeObject):
+class Session:
     """One conversation.
 
     package: a package directory or a loaded `Model`. context: capacity in tokens (memory is committed as rows are
@@ -41,8 +41,6 @@ class Session(NativeObject):
     oldest `block` tokens (None: a quarter of the context). Tokens after the dropped ones move up to their places;
     models with learned positions are refused, for their cached rows cannot move. Raises `InputError`.
     """
-
-    _close_function = "eqkv_session_close"
 
     def __init__(
         self,
@@ -60,7 +58,6 @@ class Session(NativeObject):
         window: int | None = None,
         block: int | None = None,
     ) -> None:
-        super().__init__()
         if overflow not in OVERFLOW:
             raise InputError(f"overflow = {overflow!r}: must be one of {', '.join(OVERFLOW)}")
         prefill_chunk = chunk_size(prefill_chunk) or DEFAULT_CHUNK
@@ -85,7 +82,7 @@ class Session(NativeObject):
         options = dict(context=context, prefill_chunk=prefill_chunk, overflow=OVERFLOW[overflow]) | dropping
         options = _native.SessionOptions(**options)
         self._overflow = overflow
-        self.model._call("eqkv_session_open", ctypes.byref(options), ctypes.byref(self._handle))
+        self._engine = self.model.open_session(options)
         self._evaluated: list[int] = []  # the tokens in the cache
         self._pending: list[int] = []  # those that follow and are not evaluated yet
         self._dropped = 0  # by the overflow option
@@ -126,24 +123,18 @@ class Session(NativeObject):
     def logits(self) -> np.ndarray:
         """The logits after the last token, [vocab_size]."""
         self._evaluate_rest()
-        pointer = ctypes.POINTER(ctypes.c_float)()
-        shape = (self.model.config.vocab_size,)
-        copy = lambda: np.ctypeslib.as_array(pointer, shape).copy()  # noqa: E731
-        return self._call("eqkv_session_logits", ctypes.byref(pointer), read=copy)
+        return self._engine.logits()
 
     def set_sampling(self, sampling: Sampling) -> None:
         """Chooses how `sample` works from now on."""
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         values = {f.name: getattr(sampling, f.name) for f in fields(sampling)} | {"seed": seed}
-        options = _native.SamplerOptions(**values)
-        self._call("eqkv_session_set_sampler", ctypes.byref(options))
+        self._engine.set_sampler(_native.SamplerOptions(**values))
 
     def sample(self) -> int:
         """Chooses the next token; it is not appended."""
         self._evaluate_rest()
-        token = ctypes.c_int32()
-        self._call("eqkv_session_sample", ctypes.byref(token))
-        return token.value
+        return self._engine.sample()
 
     def rewind(self, length: int) -> None:
         """Forgets all but the first `length` tokens."""
@@ -154,25 +145,24 @@ class Session(NativeObject):
             del self._pending[length - in_cache :]
             return
         self._change([])
-        self._call("eqkv_session_rewind", length)
+        self._engine.rewind(length)
         self._changed(self._evaluated[:length], [])
 
     def reuse(self, tokens: Sequence[int]) -> int:
         """Keeps the first tokens that the session has in common with `tokens`, forgets the rest, and returns their
         number: evaluate `tokens[that:]` to have the session hold exactly `tokens`."""
         given = np.asarray(self._checked(tokens), np.int32)
-        kept = ctypes.c_int64()
         self._change([])
-        self._call("eqkv_session_match", _pointer(given, ctypes.c_int32), len(given), ctypes.byref(kept))
-        self._changed(self._evaluated[: kept.value], [])
-        return kept.value
+        kept = self._engine.match(given)
+        self._changed(self._evaluated[:kept], [])
+        return kept
 
     def fill(self, length: int, seed: int = 0) -> None:
         """Fills the cache to `length` rows of noise, to measure a deep context without its prefill."""
         length, seed = whole(length, "length"), whole(seed, "seed", 0, 2**64 - 1)
         self._evaluate_rest()
         self._change([])
-        self._call("eqkv_session_fill", length, seed)
+        self._engine.fill(length, seed)
         self._changed(self._evaluated + [0] * (length - len(self._evaluated)), [])
 
     def cancel(self) -> None:
@@ -180,8 +170,7 @@ class Session(NativeObject):
 
         Any thread may call it, but not at the same time as `close`.
         """
-        if self._handle:
-            _native.library().eqkv_session_cancel(self._handle)
+        self._engine.cancel()
 
     # ---- text ----
 
@@ -251,7 +240,7 @@ class Session(NativeObject):
         The format is documented in `runtime/core/snapshot.md`.
         """
         self._evaluate_rest()
-        self._call("eqkv_session_save", os.fsencode(path))
+        self._engine.save(os.fsencode(path))
 
     def restore(self, path: str | Path) -> None:
         """Puts the session into a saved state: the cache is mapped from the file, nothing is evaluated again.
@@ -263,7 +252,7 @@ class Session(NativeObject):
         before = self._evaluated, self._pending
         self._change([])
         try:
-            self._call("eqkv_session_restore", os.fsencode(path))
+            self._engine.restore(os.fsencode(path))
         except EdgeQKVError:
             self._sync()
             if self._evaluated == before[0]:
@@ -276,33 +265,38 @@ class Session(NativeObject):
         of those that it changes."""
         self._evaluate_rest()
         other = Session.__new__(Session)
-        NativeObject.__init__(other)
         other.model, other.context, other.prefill_chunk = self.model, self.context, self.prefill_chunk
         other._overflow, other.generated, other.timing = self._overflow, [], Timing()
-        self._call("eqkv_session_fork", ctypes.byref(other._handle))
+        other._engine = self._engine.fork()
         other._evaluated, other._pending, other._dropped, other._changing = list(self._evaluated), [], 0, None
         return other
 
     @property
     def dropped(self) -> int:
         """Tokens that the overflow option has dropped so far."""
-        return self._info().dropped
+        return self._engine.info().dropped
 
     def memory(self) -> dict[str, int]:
         """Bytes, from the kernel's own accounting: this process (resident, anonymous, file_backed,
         peak_resident) and this session's cache (cache_used, cache_committed, cache_reserved)."""
-        process, session = _native.MemoryInfo(), self._info()
+        process, session = _native.MemoryInfo(), self._engine.info()
         _native.call("eqkv_memory", ctypes.byref(process))
         names = ("resident", "anonymous", "file_backed", "peak_resident")
         caches = ("cache_used", "cache_committed", "cache_reserved")
         return {n: getattr(process, n) for n in names} | {n: getattr(session, n) for n in caches}
 
-    # ---- inside ----
+    def close(self) -> None:
+        """Frees the cache, after a call that another thread is in, or this one where a signal handler closes; the
+        session must not be used after."""
+        self._engine.close()
 
-    def _info(self) -> _native.SessionInfo:
-        info = _native.SessionInfo()
-        self._call("eqkv_session_get_info", ctypes.byref(info))
-        return info
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    # ---- inside ----
 
     def _limited_by(self) -> str:
         budget = self.model.info.context < self.model.config.max_positions
@@ -323,12 +317,10 @@ class Session(NativeObject):
         if self._changing is None:
             return
         begin, pending = self._changing
-        count = ctypes.c_size_t()
-        tokens = np.empty(self.context, np.int32)
-        self._call("eqkv_session_tokens", _pointer(tokens, ctypes.c_int32), len(tokens), ctypes.byref(count))
-        self._dropped = self._info().dropped
-        done = max(0, count.value + self._dropped - begin)
-        self._changed(tokens[: count.value].tolist(), pending[done:])
+        tokens = self._engine.tokens().tolist()
+        self._dropped = self._engine.info().dropped
+        done = max(0, len(tokens) + self._dropped - begin)
+        self._changed(tokens, pending[done:])
 
     def _checked(self, tokens: Sequence[int]) -> list[int]:
         vocabulary = self.model.config.vocab_size
@@ -374,19 +366,14 @@ class Session(NativeObject):
 
     def _evaluate_chunk(self, logits: np.ndarray | None) -> int:
         chunk = np.asarray(self._pending[: self.prefill_chunk], np.int32)
-        out = None if logits is None else _pointer(logits, ctypes.c_float)
         self._change(self._pending)
-        self._call("eqkv_session_evaluate", _pointer(chunk, ctypes.c_int32), len(chunk), out)
+        self._engine.evaluate(chunk, logits)
         if len(self._evaluated) + len(chunk) <= self.context:
             self._evaluated += self._pending[: len(chunk)]
             self._changed(self._evaluated, self._pending[len(chunk) :])
         else:
             self._sync()
         return len(chunk)
-
-
-def _pointer(array: np.ndarray, kind: type):
-    return array.ctypes.data_as(ctypes.POINTER(kind))
 
 
 @dataclass

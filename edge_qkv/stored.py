@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from edge_qkv import _native
-from edge_qkv.config import ModelConfig
+from edge_qkv.config import CACHE_BYTES, ModelConfig
 from edge_qkv.errors import InputError
 
 BLOCK_SIZES = (32, 64, 128)
@@ -73,6 +73,8 @@ class Storage:
     file_bytes_per_layer: int  # and of that in each layer
     prefill_chunk: int = 0  # the most tokens of a call, unless an export is told otherwise; 0: any number
     pads_mlp: bool = False  # the MLP's inner width is whole blocks, in all of its matrices
+    caches: tuple[str, ...] = tuple(CACHE_BYTES)  # types that the engine can keep
+    whole_cache: bool = False  # the cache has room for all positions of the model, whatever a session's context
     rotary_tables: bool = True  # the cosines and sines of all positions are in the file
 
 
@@ -127,6 +129,7 @@ STORAGE = {
         file_bytes=3_000,  # without its tokenizer, as measured
         file_bytes_per_layer=700,
         rotary_tables=False,
+        caches=("fp32", "fp16"),
     ),
 }
 # All names that --weights takes; each target refuses those it does not know.
@@ -165,6 +168,13 @@ def gguf_form(config: ModelConfig) -> ModelConfig:
     """The model that llama.cpp runs for `config`: with a query matrix, and with values of their own unless it keeps
     one row for both; the same projection is then in its file, and the same row in its cache, twice."""
     return replace(config, query="projected", sharing=config.sharing if gguf_keeps_one_row(config) else "qkv")
+
+
+def cache_bytes_per_token(config: ModelConfig, cache: str, target: str) -> int:
+    """Bytes that the engine of a target keeps of a token; raises `InputError` for a cache that it has not."""
+    if cache not in STORAGE[target].caches:
+        raise InputError(f"--cache {cache}: a {target} package has {' or '.join(STORAGE[target].caches)}")
+    return (gguf_form(config) if target == "gguf" else config).cache_bytes_per_token(cache)
 
 
 def plan_model(

@@ -15,7 +15,7 @@ from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.config import CACHE_BYTES
 from edge_qkv.errors import InputError
 from edge_qkv.export import parity
-from edge_qkv.export.progress import Progress
+from edge_qkv.export.progress import Progress, interruptible
 
 # Opens the package at a path for sequences of so many tokens, until the end of `with`: (a function from tokens to
 # logits, the engine's name).
@@ -60,7 +60,7 @@ def write_package(
     encoder = None if tokenizer is None else package.load_tokenizer(Path(tokenizer), config.vocab_size)
     stops = [] if encoder is None else package.stop_tokens(encoder)
     ids = package.encode(encoder, text, frozenset(stops), start=True) if text and encoder is not None else None
-    with files.directory_written_whole(Path(output), package.is_package_only) as directory:
+    with files.directory_written_whole(Path(output), package.is_package_only) as directory, interruptible():
         write_model(directory)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, directory / "tokenizer.json")
@@ -115,8 +115,8 @@ def open_session(directory: Path, context: int) -> Iterator[tuple[parity.Score, 
 
 def _listed(directory: Path, progress: Progress) -> dict[str, dict[str, Any]]:
     progress("Hashing the files", 0, 0)
-    paths = sorted(path for path in directory.iterdir() if path.is_file())
-    return {path.name: {"bytes": path.stat().st_size, "sha256": files.sha256(path)} for path in paths}
+    paths = {name: directory / name for name in package.listed_files(directory)}
+    return {name: {"bytes": path.stat().st_size, "sha256": files.sha256(path)} for name, path in paths.items()}
 
 
 def _parity(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -52,3 +54,34 @@ def quiet() -> Iterator[None]:
             yield
         finally:
             logging.disable(disabled)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ends with `KeyboardInterrupt` after Ctrl-C, also where it reached a library that made an error of its own of it,
+    or nothing: PyTorch does where it calls Python from C++."""
+    heard = []
+
+    def interrupt(number: int, frame) -> None:
+        heard.append(number)
+        signal.default_int_handler(number, frame)
+
+    main = threading.current_thread() is threading.main_thread()
+    usual = [number for number in (signal.SIGINT, signal.SIGTERM) if main and _raises(number)]
+    for number in usual:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    except Exception:
+        if heard:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        for number in usual:
+            signal.signal(number, signal.default_int_handler)
+    if heard:
+        raise KeyboardInterrupt
+
+
+def _raises(number: int) -> bool:
+    return signal.getsignal(number) is signal.default_int_handler

@@ -11,7 +11,7 @@ import pytest
 
 from edge_qkv import _native
 from edge_qkv.config import ModelConfig
-from edge_qkv.package import MODEL_FILES
+from edge_qkv.engines import NATIVE
 from native_build import build
 
 TINY = ModelConfig(
@@ -67,9 +67,9 @@ def needs(target: str) -> None:
             pytest.skip("edge-qkv was built without ExecuTorch")
 
 
-@pytest.fixture(scope="session", params=[target for target in MODEL_FILES if target != "gguf"])
+@pytest.fixture(scope="session", params=NATIVE)
 def target(request) -> str:
-    """Each target that the native library runs, and with it each engine."""
+    """Each target that the native library runs, and with it each engine of it."""
     needs(request.param)
     return request.param
 

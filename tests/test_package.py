@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 
 import pytest
 
 from edge_qkv import InputError, Package
-from edge_qkv.package import MANIFEST, encode, load_tokenizer
+from edge_qkv.package import MANIFEST, encode, is_package_only, load_tokenizer
 
 
 @pytest.fixture
@@ -69,11 +70,30 @@ def test_a_bad_manifest_is_refused(content, words, package):
         Package.open(package)
 
 
-@pytest.mark.parametrize("name", ["../model.onnx", "/etc/passwd", "a/b", "..", ""])
+@pytest.mark.parametrize("name", ["../model.onnx", "/etc/passwd", "a/../b", "a//b", "./a", "a/", "..", ".", ""])
 def test_files_outside_the_package_are_refused(name, package):
     _edit(package, files={name: {"bytes": 1, "sha256": ""}, "model.onnx": {"bytes": 1, "sha256": ""}})
-    with pytest.raises(InputError, match="not a plain file name"):
+    with pytest.raises(InputError, match="no file of a package"):
         Package.open(package)
+
+
+def test_files_in_a_directory_of_the_package_are_checked_and_its_own(package):
+    """As a model that is a directory has them."""
+    inside = package / "model.onnx" / "weights"
+    manifest = json.loads((package / MANIFEST).read_text())
+    (package / "model.onnx").unlink()
+    inside.mkdir(parents=True)
+    (inside / "weight.bin").write_bytes(b"12345")
+    facts = {"bytes": 5, "sha256": hashlib.sha256(b"12345").hexdigest()}
+    others = {name: facts for name, facts in manifest["files"].items() if name != "model.onnx"}
+    _edit(package, files={"model.onnx/weights/weight.bin": facts, **others})
+    assert Package.open(package).weight_bytes == 5 + manifest["files"]["model.onnx.data"]["bytes"]
+    assert is_package_only(package)
+    (inside / "weight.bin").write_bytes(b"12346")
+    with pytest.raises(InputError, match=r"weights/weight\.bin: is damaged"):
+        Package.open(package)
+    (inside / "notes.txt").write_text("the user's")
+    assert not is_package_only(package)
 
 
 def test_places_that_are_no_package_are_named(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from edge_qkv import Cancelled, ContextFull, InputError, Model, Sampling, Session, _native
+from edge_qkv import Cancelled, ContextFull, InputError, Model, Sampling, Session
 from edge_qkv.checkpoints import read_checkpoint
 
 CAPACITY, CHUNK = 96, 16
@@ -264,13 +263,6 @@ def alarm():
     signal.signal(signal.SIGALRM, before)
 
 
-def _native_tokens(session: Session) -> list[int]:
-    count, tokens = ctypes.c_size_t(), np.empty(session.context, np.int32)
-    pointer = tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-    _native.call("eqkv_session_tokens", session._handle, pointer, len(tokens), ctypes.byref(count))
-    return tokens[: count.value].tolist()
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"overflow": "shift", "block": 20}, {"overflow": "window", "window": 88}],
@@ -295,12 +287,12 @@ def test_an_interrupted_call_leaves_a_sound_session(model, ids, tmp_path, alarm,
                     list(session.generate_tokens([1], 3))
             interrupted += 1
             tokens = session.tokens
-            assert tokens[: len(tokens) - len(session._pending)] == _native_tokens(session)
+            assert tokens[: len(tokens) - len(session._pending)] == session._engine.tokens().tolist()
             # A row that has moved is not what its token gives again.
             kept = 0 if options else min(5, len(tokens))
             session.rewind(kept)
             session.evaluate(ids[5:30])
-            assert session.tokens == _native_tokens(session) == tokens[:kept] + ids[5:30]
+            assert session.tokens == session._engine.tokens().tolist() == tokens[:kept] + ids[5:30]
             fresh.rewind(0)
             if tokens[:kept] == ids[:kept]:  # nor is one of noise
                 fresh.evaluate(session.tokens)
@@ -330,7 +322,7 @@ def test_a_token_that_was_yielded_is_in_the_cache_once_after_an_interruption(mod
                 assert written - 20 - len(session.generated) in (0, 1)
                 stopped += written < len(whole)
             session._evaluate_rest()
-            assert _native_tokens(session) == session.tokens == whole[session.dropped : written]
+            assert session._engine.tokens().tolist() == session.tokens == whole[session.dropped : written]
     assert stopped > ROUNDS // 4
 
 

@@ -46,6 +46,15 @@ struct eqkv_session {
 
 namespace {
 
+SamplerOptions sampler_options(const eqkv_sampler_options* given) {
+  require(given, "options");
+  const SamplerOptions d;
+  const eqkv_sampler_options o =
+      read_options(given, {0, d.temperature, d.top_k, d.top_p, d.min_p, d.repetition_penalty,
+                           d.repetition_window, d.seed});
+  return {o.temperature, o.top_k, o.top_p, o.min_p, o.repetition_penalty, o.repetition_window, o.seed};
+}
+
 // Runs function(session) while no other thread of the caller is in it.
 template <class Handle, class Function>
 eqkv_status with_session(Handle* handle, Function function) noexcept {
@@ -258,14 +267,21 @@ eqkv_status eqkv_session_logits(const eqkv_session* session, const float** logit
 }
 
 eqkv_status eqkv_session_set_sampler(eqkv_session* session, const eqkv_sampler_options* options) {
-  return with_session(session, [&](Session& s) {
-    require(options, "options");
-    const SamplerOptions d;
-    const eqkv_sampler_options o =
-        read_options(options, {0, d.temperature, d.top_k, d.top_p, d.min_p, d.repetition_penalty,
-                               d.repetition_window, d.seed});
-    s.set_sampler(
-        {o.temperature, o.top_k, o.top_p, o.min_p, o.repetition_penalty, o.repetition_window, o.seed});
+  return with_session(session, [&](Session& s) { s.set_sampler(sampler_options(options)); });
+}
+
+eqkv_status eqkv_sample(const float* logits, size_t vocab_size, const int32_t* tokens, size_t count,
+                        const eqkv_sampler_options* options, int32_t* token) {
+  return guarded([&] {
+    require(logits, "logits");
+    require(token, "token");
+    if (count > 0) require(tokens, "tokens");
+    if (vocab_size == 0) throw Error(EQKV_INVALID_ARGUMENT, "There are no logits to choose from.");
+    const bool known = std::all_of(tokens, tokens + count, [&](int32_t t) {
+      return t >= 0 && static_cast<size_t>(t) < vocab_size;
+    });
+    if (!known) throw Error(EQKV_INVALID_ARGUMENT, "A token of the history is not in the vocabulary.");
+    *token = Sampler(sampler_options(options)).sample(logits, vocab_size, {tokens, tokens + count});
   });
 }
 

@@ -223,13 +223,18 @@ def test_an_interrupted_export_leaves_nothing(checkpoint, tmp_path, after):
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.raise_signal(signal.SIGALRM)
 
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    handlers = {
+        signal.SIGALRM: lambda *_: signal.raise_signal(signal.SIGINT),
+        signal.SIGINT: signal.default_int_handler,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         with pytest.raises(KeyboardInterrupt):
             _export(checkpoint, old, progress=progress)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "package"]
     assert [path.name for path in old.iterdir()] == ["edge_qkv.json"]
     assert (old / "edge_qkv.json").read_text() == '{"files": {}}'

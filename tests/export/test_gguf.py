@@ -318,7 +318,7 @@ def test_a_window_that_hides_nothing_is_no_window(written):
     [
         ({"weights": "int3"}, "--weights int3: must be one of f32, f16, q8_0, q4_0, q4_k for the target gguf"),
         ({"weights": "q4_0", "block_size": 32}, "--block-size 32: q4_0 weights take none"),
-        ({"cache": "int8"}, "--cache int8: must be one of fp32, fp16 for the target gguf"),
+        ({"cache": "int8"}, "--cache int8: a gguf package has fp32 or fp16"),
         ({"prefill_chunk": 64}, "--prefill-chunk 64: a GGUF model takes any number of tokens"),
         ({"tokenizer": Path("no-such-tokenizer.json")}, r"no-such-tokenizer\.json"),
     ],

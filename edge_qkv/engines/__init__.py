@@ -1,0 +1,82 @@
+"""What runs a package: the native library, or an engine that Python hosts. One file each, and one interface."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from edge_qkv import _native
+from edge_qkv.package import Package
+
+# Target -> the module here with a function `open_model`.
+HOSTED = {"coreml": "coreml"}
+NATIVE = ("onnx", "executorch")  # what the native library runs
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What a model is opened with; the names are those of `edge_qkv.Model`."""
+
+    threads: int
+    memory: int  # bytes; 0: no budget
+    context: int  # tokens; 0: the longest that the budget holds
+    prefill_chunk: int
+    packed: object
+    spill: object
+
+
+class EngineSession(Protocol):
+    """One conversation in an engine: its tokens, their cache, and the logits after the last of them."""
+
+    def evaluate(self, tokens: np.ndarray, logits: np.ndarray | None) -> None:
+        """Appends tokens [n] int32; `logits` [n, V] float32 receives those after each of them."""
+
+    def logits(self) -> np.ndarray:
+        """[V] float32, of the caller."""
+
+    def set_sampler(self, options: _native.SamplerOptions) -> None: ...
+
+    def sample(self) -> int: ...
+
+    def rewind(self, length: int) -> None: ...
+
+    def match(self, tokens: np.ndarray) -> int:
+        """Rewinds to what the conversation has in common with `tokens`, leaving one of them to evaluate where the
+        logits are not there; returns its length."""
+
+    def fill(self, length: int, seed: int) -> None: ...
+
+    def cancel(self) -> None: ...
+
+    def save(self, path: bytes) -> None: ...
+
+    def restore(self, path: bytes) -> None: ...
+
+    def fork(self) -> EngineSession: ...
+
+    def tokens(self) -> np.ndarray: ...
+
+    def info(self) -> _native.SessionInfo: ...
+
+    def close(self) -> None: ...
+
+
+class EngineModel(Protocol):
+    info: _native.ModelInfo
+
+    def open_session(self, options: _native.SessionOptions) -> EngineSession: ...
+
+    def trim(self, level: int) -> None: ...
+
+    def watch_pressure(self, cgroup: bytes | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_model(package: Package, options: ModelOptions) -> EngineModel:
+    """Opens a package in the engine of its target; raises `InputError`."""
+    engine = importlib.import_module(f"edge_qkv.engines.{HOSTED.get(package.target, 'native')}")
+    return engine.open_model(package, options)

@@ -1,0 +1,108 @@
+"""Core ML packages on macOS 15 and later, through coremltools. On other systems they can be made, not run."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_qkv.config import ModelConfig
+from edge_qkv.engines import ModelOptions
+from edge_qkv.engines.hosted import HostedModel, refuse_options
+from edge_qkv.errors import InputError, one_line
+from edge_qkv.package import MODEL_FILES, Package
+
+# Opens a function of an ML program: what it returns has `make_state` and `predict` as coremltools' MLModel has.
+Load = Callable[[Path, str], Any]
+
+
+def load_function(path: Path, function: str) -> Any:
+    """A function of the model as Core ML runs it; raises `InputError`."""
+    if sys.platform != "darwin" or int(platform.mac_ver()[0].partition(".")[0] or 0) < 15:
+        raise InputError(
+            f"{path}: Core ML runs it on macOS 15 or iOS 18 and later, which this is not; "
+            "export to onnx or executorch to run the model here"
+        )
+    try:
+        from coremltools.models import MLModel
+    except ImportError:
+        raise InputError(f"{path}: needs coremltools; run pip install 'edge-qkv[coreml]'") from None
+    try:
+        return MLModel(str(path), function_name=function)
+    except Exception as error:  # the library raises RuntimeError and others for what Core ML reports
+        raise InputError(f"{path}: Core ML cannot open it ({one_line(error)}); export the package again") from None
+
+
+def open_model(package: Package, options: ModelOptions, load: Load | None = None) -> HostedModel:
+    """Opens a package; `load` runs its functions elsewhere than in Core ML."""
+    refuse_options(package, options, threads=False)
+    chunk = package.manifest.get("prefill_chunk")
+    if not isinstance(chunk, int) or chunk < 1:
+        raise InputError(f"{package.path}: does not say its prefill_chunk; export the package again")
+    load = load or load_function
+    # Core ML prepares a function for the device when it is opened: only those that are used.
+    function = functools.cache(lambda name: load(package.path / MODEL_FILES["coreml"], name))
+    function("decode")
+    return HostedModel(package, "coreml", lambda _: StateCache(package.config, chunk, function), function.cache_clear)
+
+
+class StateCache:
+    """The states of one conversation. They have room for all positions of the model, whatever its context."""
+
+    def __init__(self, config: ModelConfig, chunk: int, function: Callable[[str], Any]) -> None:
+        self._config, self._function = config, function
+        # All functions declare the same states, so the state of one serves each of them.
+        self._state = function("decode").make_state()
+        kinds = ("kv",) if config.unified else ("key", "value")
+        self._names = [f"{kind}_{layer}" for layer in range(config.layers) for kind in kinds]
+        self._shape = (1, config.kv_heads, config.max_positions, config.head_dim)
+        self.most_tokens, self.bytes = chunk, config.cache_bytes(config.max_positions, "fp16")
+
+    def evaluate(self, tokens: np.ndarray, past: int, every: bool) -> np.ndarray:
+        count, chunk = len(tokens), self.most_tokens
+        if count == 1 or past + chunk > self._config.max_positions:
+            # A chunk is written whole, and one that does not fit before the end has no place.
+            parts = [self._predict("decode", tokens[i : i + 1], past + i) for i in range(count)]
+            return np.concatenate(parts if every else parts[-1:])
+        # What follows the tokens in their chunk is overwritten before a later token can see it.
+        padded = np.concatenate([tokens, np.zeros(chunk - count, np.int32)])
+        if every:
+            return self._predict("score", padded, past)[:count]
+        return self._predict("prefill", padded, past, logit_row=np.array([count - 1], np.int32))
+
+    def _predict(self, function: str, tokens: np.ndarray, past: int, **more: np.ndarray) -> np.ndarray:
+        inputs = {"input_ids": tokens[None].astype(np.int32), "past": np.array([past], np.int32), **more}
+        logits = self._function(function).predict(inputs, self._state)["logits"]  # [1, R, V]
+        return np.asarray(logits, np.float32)[0]
+
+    def rewind(self, length: int) -> None:
+        """Rows are overwritten when they are used again."""
+
+    def read(self, length: int) -> dict[str, np.ndarray]:
+        return {name: np.array(self._state.read_state(name))[:, :, :length] for name in self._names}
+
+    def write(self, parts: dict[str, np.ndarray], length: int) -> None:
+        shape = (*self._shape[:2], length, self._shape[3])
+        if sorted(parts) != sorted(self._names) or any(
+            part.shape != shape or part.dtype != np.float16 for part in parts.values()
+        ):
+            raise InputError("its cache has another shape than this model's")
+        for name, part in parts.items():
+            rows = np.zeros(self._shape, np.float16)
+            rows[:, :, :length] = part
+            self._state.write_state(name, rows)
+
+    def fill(self, length: int, seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        shape = (*self._shape[:2], length, self._shape[3])
+        self.write(
+            {name: generator.standard_normal(shape, np.float32).astype(np.float16) for name in self._names}, length
+        )
+
+    def close(self) -> None:
+        self._state = None

@@ -1,0 +1,274 @@
+"""Sessions of the engines that Python hosts: all that is not the engine's own arithmetic and cache.
+
+A snapshot of such a session is a NumPy archive (.npz, its parts checked by CRC-32): `version` 1, `fingerprint` of the
+model's files, `tokens` [n] int32, `logits` [V] float32 where they are known, and the cache as `cache.NAME`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import os
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from edge_qkv import _native, files
+from edge_qkv.engines import ModelOptions
+from edge_qkv.engines.closable import Closable
+from edge_qkv.errors import Cancelled, ContextFull, InputError, one_line
+from edge_qkv.package import Package
+
+_VERSION = 1
+_ERROR = 0  # the overflow option that drops nothing
+
+
+class Cache(Protocol):
+    """The cache of one conversation, and the evaluation that writes it."""
+
+    most_tokens: int  # of a call
+    bytes: int  # in memory, at its full context
+
+    def evaluate(self, tokens: np.ndarray, past: int, every: bool) -> np.ndarray:
+        """Writes the rows of tokens [n] int32 after the first `past`; returns the logits after each of them [n, V]
+        float32, or after the last [1, V]."""
+
+    def rewind(self, length: int) -> None:
+        """The rows from `length` on are no longer needed."""
+
+    def read(self, length: int) -> dict[str, np.ndarray]:
+        """The first rows, to be kept; `write` takes them back."""
+
+    def write(self, parts: dict[str, np.ndarray], length: int) -> None:
+        """Raises `InputError` for parts of another shape."""
+
+    def fill(self, length: int, seed: int) -> None:
+        """Noise instead of rows, or an `InputError`."""
+
+    def close(self) -> None: ...
+
+
+class HostedModel(Closable):
+    """What the models of these engines have in common. `new_cache(context)` makes the cache of a session."""
+
+    _what = "model"
+
+    def __init__(self, package: Package, engine: str, new_cache: Callable[[int], Cache], close: Callable[[], None]):
+        super().__init__()
+        config, cache = package.config, package.manifest.get("cache")
+        self.package, self.new_cache, self._close_engine = package, new_cache, close
+        self.info = _native.ModelInfo(
+            engine=engine.encode(),
+            cache_type=str(cache).encode(),
+            vocab_size=config.vocab_size,
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            max_positions=config.max_positions,
+            cache_bytes_per_token=package.cache_bytes_per_token,
+            context=config.max_positions,
+            fingerprint=_fingerprint(package),
+        )
+
+    def open_session(self, options: _native.SessionOptions) -> HostedSession:
+        if options.overflow != _ERROR:
+            raise InputError(
+                f"overflow: rows cannot be moved in a {self.package.target} package; use 'error' and rewind, "
+                "or export to onnx or executorch"
+            )
+        with self._call():
+            return HostedSession(self, options.context)
+
+    def trim(self, level: int) -> None:
+        """There is nothing that the engine would give back."""
+
+    def watch_pressure(self, cgroup: bytes | None) -> None:
+        raise InputError(
+            f"watch_pressure: the engine of a {self.package.target} package gives no memory back; leave it out"
+        )
+
+    def _free(self) -> None:
+        self._close_engine()
+
+
+def refuse_options(package: Package, options: ModelOptions, *, threads: bool) -> None:
+    """Raises `InputError` for what these engines have not. threads: whether their number can be chosen."""
+    packed = options.packed not in (None, False)
+    for name, given in (("packed", packed), ("spill", options.spill), ("threads", options.threads and not threads)):
+        if given:
+            raise InputError(
+                f"{name}: is for packages that the native runtime runs, not for {package.target}; leave it out"
+            )
+
+
+class HostedSession(Closable):
+    """An `EngineSession` on a `Cache`."""
+
+    _what = "session"
+
+    def __init__(self, model: HostedModel, context: int) -> None:
+        super().__init__()
+        self._model, self._context = model, context
+        self._cache = model.new_cache(context)
+        self._tokens: list[int] = []
+        self._logits: np.ndarray | None = None
+        self._sampler = _native.SamplerOptions(top_p=1.0, repetition_penalty=1.0)
+        self._cancelled = threading.Event()
+
+    def evaluate(self, tokens: np.ndarray, logits: np.ndarray | None) -> None:
+        with self._call():
+            if len(self._tokens) + len(tokens) > self._context:
+                raise ContextFull(
+                    f"{len(tokens)} more tokens do not fit: {len(self._tokens)} of the context of {self._context} "
+                    "are used; rewind the session or open one with a larger context"
+                )
+            most = self._cache.most_tokens
+            for begin in range(0, len(tokens), most):
+                if self._cancelled.is_set():
+                    self._cancelled.clear()
+                    raise Cancelled("The evaluation was cancelled.")
+                part = tokens[begin : begin + most]
+                self._logits = None
+                after = self._cache.evaluate(part, len(self._tokens), logits is not None)
+                self._tokens += part.tolist()
+                self._logits = after[-1].astype(np.float32)
+                if logits is not None:
+                    logits[begin : begin + len(part)] = after
+
+    def logits(self) -> np.ndarray:
+        with self._call():
+            return self._known_logits().copy()
+
+    def set_sampler(self, options: _native.SamplerOptions) -> None:
+        self._sampler = options
+
+    def sample(self) -> int:
+        with self._call():
+            logits, tokens = self._known_logits(), np.asarray(self._tokens, np.int32)
+            token = ctypes.c_int32()
+            _native.call(
+                "eqkv_sample",
+                logits.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
+                len(logits),
+                tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+                len(tokens),
+                ctypes.byref(self._sampler),
+                ctypes.byref(token),
+            )
+            return token.value
+
+    def rewind(self, length: int) -> None:
+        with self._call():
+            self._rewind(length)
+
+    def match(self, tokens: np.ndarray) -> int:
+        with self._call():
+            most = min(len(tokens), len(self._tokens))
+            differ = np.flatnonzero(tokens[:most] != np.asarray(self._tokens[:most], np.int32))
+            kept = int(differ[0]) if len(differ) else most
+            finished = kept == len(self._tokens) and self._logits is not None
+            if kept == len(tokens) and kept > 0 and not finished:
+                kept -= 1  # so that its logits are computed
+            self._rewind(kept)
+            return kept
+
+    def fill(self, length: int, seed: int) -> None:
+        with self._call():
+            if length > self._context:
+                raise ContextFull(f"{length} tokens do not fit into the context of {self._context}")
+            self._cache.fill(length, seed)
+            self._tokens += [0] * (length - len(self._tokens))
+            self._logits = None
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def save(self, path: bytes) -> None:
+        with self._call():
+            parts = {f"cache.{name}": part for name, part in self._cache.read(len(self._tokens)).items()}
+            if self._logits is not None:
+                parts["logits"] = self._logits
+            archive = io.BytesIO()
+            tokens = np.asarray(self._tokens, np.int32)
+            np.savez(archive, version=_VERSION, fingerprint=self._model.info.fingerprint, tokens=tokens, **parts)
+            files.write_atomically(Path(os.fsdecode(path)), archive.getvalue())
+
+    def restore(self, path: bytes) -> None:
+        with self._call():
+            name = os.fsdecode(path)
+            saved = _read_snapshot(name)
+            if saved["fingerprint"].tobytes().rstrip(b"\0") != self._model.info.fingerprint:
+                raise InputError(
+                    f"{name}: is a snapshot of another model; restore it with the package it was saved with"
+                )
+            tokens, logits = saved["tokens"], saved.get("logits")
+            vocabulary = self._model.info.vocab_size
+            if tokens.dtype != np.int32 or tokens.ndim != 1 or ((tokens < 0) | (tokens >= vocabulary)).any():
+                raise InputError(f"{name}: is damaged (its tokens are none of this model)")
+            if logits is not None and (logits.dtype != np.float32 or logits.shape != (vocabulary,)):
+                raise InputError(f"{name}: is damaged (its logits have the wrong shape)")
+            if len(tokens) > self._context:
+                raise ContextFull(f"{name}: its {len(tokens)} tokens do not fit into the context of {self._context}")
+            parts = {key.removeprefix("cache."): part for key, part in saved.items() if key.startswith("cache.")}
+            try:
+                self._cache.write(parts, len(tokens))
+            except InputError as error:
+                raise InputError(f"{name}: is damaged ({error})") from None
+            self._tokens, self._logits = tokens.tolist(), logits
+
+    def fork(self) -> HostedSession:
+        with self._call():
+            other = HostedSession(self._model, self._context)
+            other._cache.write(self._cache.read(len(self._tokens)), len(self._tokens))
+            other._tokens, other._logits = list(self._tokens), self._logits
+            return other
+
+    def tokens(self) -> np.ndarray:
+        return np.asarray(self._tokens, np.int32)
+
+    def info(self) -> _native.SessionInfo:
+        return _native.SessionInfo(
+            length=len(self._tokens),
+            context=self._context,
+            cache_used=len(self._tokens) * self._model.info.cache_bytes_per_token,
+            cache_committed=self._cache.bytes,
+            cache_reserved=self._cache.bytes,
+        )
+
+    def _known_logits(self) -> np.ndarray:
+        if self._logits is None:
+            raise InputError("The session has no logits here; evaluate a token first.")
+        return self._logits
+
+    def _rewind(self, length: int) -> None:
+        if length < len(self._tokens):
+            self._logits = None
+            del self._tokens[length:]
+            self._cache.rewind(length)
+
+    def _free(self) -> None:
+        self._cache.close()
+
+
+def _read_snapshot(name: str) -> dict[str, np.ndarray]:
+    try:
+        with np.load(name, allow_pickle=False) as archive:
+            if (version := int(archive["version"])) != _VERSION:
+                raise InputError(f"{name}: is a snapshot of version {version}, this edge-qkv reads {_VERSION}")
+            return {key: archive[key] for key in ("fingerprint", "tokens", *archive.files)}
+    except OSError as error:
+        raise InputError(f"{name}: cannot be read ({error.strerror or one_line(error)})") from None
+    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(f"{name}: is no snapshot of such a session, or a damaged one ({one_line(error)})") from None
+
+
+def _fingerprint(package: Package) -> bytes:
+    """Of the model's files, by the hashes in its manifest."""
+    names = sorted(set(package.manifest["files"]) - {"tokenizer.json"})
+    hashes = [(name, str(package.manifest["files"][name].get("sha256"))) for name in names]
+    return hashlib.sha256(repr(hashes).encode()).hexdigest().encode()
