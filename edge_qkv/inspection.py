@@ -8,7 +8,7 @@ from typing import Any
 
 from edge_qkv.config import CACHE_BYTES, ModelConfig
 from edge_qkv.package import MANIFEST, Package
-from edge_qkv.stored import gguf_form
+from edge_qkv.stored import STORAGE, cache_bytes_per_token
 from edge_qkv.tables import size, table
 
 _PARITY_NUMBERS = (
@@ -46,13 +46,14 @@ def inspect(path: str) -> dict[str, Any]:
         }
         facts |= {name: value for name in _OWN_FACTS if (value := manifest.get(name)) is not None}
         config = package.config
-        per_token = cache_bytes_per_token(config, package.target)
+        caches = STORAGE[package.target].caches
+        per_token = {cache: cache_bytes_per_token(config, cache, package.target) for cache in caches}
     else:
         from edge_qkv.checkpoints import read_checkpoint
 
         checkpoint = read_checkpoint(path)
         config = checkpoint.config
-        per_token = cache_bytes_per_token(config)
+        per_token = {cache: config.cache_bytes_per_token(cache) for cache in CACHE_BYTES}
         facts = {"kind": "checkpoint", "format": checkpoint.format, "tokenizer": checkpoint.tokenizer is not None}
     return facts | {
         "variant": config.variant,
@@ -61,13 +62,6 @@ def inspect(path: str) -> dict[str, Any]:
         "cache_bytes_per_token": per_token,
         "cache_bytes": cache_table(config, per_token),
     }
-
-
-def cache_bytes_per_token(config: ModelConfig, target: str | None = None) -> dict[str, int]:
-    """Bytes of a token by cache type; llama.cpp keeps more than the model needs, and has no int8 of ours."""
-    if target == "gguf":
-        return {cache: gguf_form(config).cache_bytes_per_token(cache) for cache in ("fp32", "fp16")}
-    return {cache: config.cache_bytes_per_token(cache) for cache in CACHE_BYTES}
 
 
 def cache_table(config: ModelConfig, per_token: dict[str, int]) -> list[dict[str, int]]:

@@ -157,13 +157,6 @@ def stored_as(target: str, weights: str, block_size: int | None = None) -> tuple
     return kind, Weights(*(f.chosen(block) for f in formats)), block
 
 
-def cache_bytes_per_token(config: ModelConfig, cache: str, target: str) -> int:
-    """Bytes that the engine of a target keeps of a token; raises `InputError` for a cache that it has not."""
-    if cache not in STORAGE[target].caches:
-        raise InputError(f"--cache {cache}: a {target} package has {' or '.join(STORAGE[target].caches)}")
-    return (gguf_form(config) if target == "gguf" else config).cache_bytes_per_token(cache)
-
-
 def gguf_keeps_one_row(config: ModelConfig) -> bool:
     """Whether llama.cpp caches one row for keys and values: see `edge_qkv.export.gguf_latent`."""
     biases = config.attention_bias or config.mlp_bias or config.norm_bias
@@ -177,6 +170,13 @@ def gguf_form(config: ModelConfig) -> ModelConfig:
     """The model that llama.cpp runs for `config`: with a query matrix, and with values of their own unless it keeps
     one row for both; the same projection is then in its file, and the same row in its cache, twice."""
     return replace(config, query="projected", sharing=config.sharing if gguf_keeps_one_row(config) else "qkv")
+
+
+def cache_bytes_per_token(config: ModelConfig, cache: str, target: str) -> int:
+    """Bytes that the engine of a target keeps of a token; raises `InputError` for a cache that it has not."""
+    if cache not in STORAGE[target].caches:
+        raise InputError(f"--cache {cache}: a {target} package has {' or '.join(STORAGE[target].caches)}")
+    return (gguf_form(config) if target == "gguf" else config).cache_bytes_per_token(cache)
 
 
 def plan_model(

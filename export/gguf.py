@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +23,9 @@ from edge_qkv.export.gguf_architectures import Mapping, Tensor
 from edge_qkv.export.packaging import Runner, Stored, check_space, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.package import MODEL_FILES
-from edge_qkv.stored import gguf_form, stored_as
+from edge_qkv.stored import cache_bytes_per_token, stored_as
 
 MODEL = MODEL_FILES["gguf"]
-CACHES = ("fp32", "fp16")
 _F32, _F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
 _Q8_0, _Q4_0 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0
 # The type of each role of a tensor. Head and embedding have 8 bits beside layers of 4, as in the other targets.
@@ -77,14 +77,13 @@ def export_gguf(
             "leave it out, and choose when the package is run"
         )
     weights, _, _ = stored_as("gguf", weights, block_size)
-    if cache not in CACHES:
-        raise InputError(f"--cache {cache}: must be one of {', '.join(CACHES)} for the target gguf")
+    config = checkpoint.config
+    cached = cache_bytes_per_token(config, cache, "gguf")
     if weights == "q4_k" and importlib.util.find_spec("llama_cpp") is None:
         raise InputError(
             "--weights q4_k: needs llama-cpp-python, whose quantiser it is; install it (pip install "
             "'edge-qkv[llama-cpp]') or choose q4_0"
         )
-    config = checkpoint.config
     mapping = gguf_latent.map_model(config)
     vocabulary = _vocabulary(tokenizer or checkpoint.tokenizer, config.vocab_size)
     facts = operator.description(config, cache) | {"weights": weights, "created_by": edge_qkv.__version__}
@@ -104,7 +103,7 @@ def export_gguf(
         progress("No parity report: it needs the llama.cpp engine", 0, 0)
     more = {
         "architecture": mapping.architecture,
-        "cache_bytes_per_token": gguf_form(config).cache_bytes_per_token(cache),
+        "cache_bytes_per_token": cached,
     }
     return write_package(
         checkpoint,
@@ -215,8 +214,16 @@ def _quantize(source: Path, path: Path, mapping: Mapping) -> None:
     for override, tensor in zip(overrides, kept, strict=False):
         override.pattern = f"^{tensor.name}$".replace(".", "\\.").encode()
         override.type = stored_type(tensor, "f16")
+    llama_cpp.llama_log_set(_no_log(), None)  # a line a tensor, otherwise
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = int(LlamaFileType.MOSTLY_Q4_K_M)
     params.tt_overrides = ctypes.cast(overrides, type(params.tt_overrides))
     if llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(params)):
         raise InputError("--weights q4_k: llama.cpp could not quantise this model; choose q4_0")
+
+
+@functools.cache  # llama.cpp calls it whenever it likes
+def _no_log() -> Any:
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda level, text, data: None)

@@ -1,6 +1,6 @@
 """A `tokenizer.json` as the metadata by which llama.cpp's own tokenizer gives the same tokens.
 
-llama.cpp knows how a text is split before the merges by name only; `_SPLITS` are those whose expressions were
+llama.cpp knows how a text is split before the merges by name only; `SPLITS` are those whose expressions were
 compared with theirs, one by one, in `tests/llama`.
 """
 
@@ -14,21 +14,23 @@ from typing import Any
 from edge_qkv.errors import InputError
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # token types of GGUF
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
+# llama.cpp wants merges, and `gguf` writes no empty list. Where nothing is merged, no word has such parts.
+_NO_MERGE = "[none] [none]"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-_QWEN2 = (
+QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
 # The expressions that split a text, and whether a word that is a token is taken whole -> llama.cpp's name.
-_SPLITS = {
-    ((_GPT2,), False): "gpt-2",
-    ((r"\p{N}", _GPT2), False): "starcoder",
-    ((_LLAMA3,), True): "llama-bpe",
-    ((_QWEN2,), False): "qwen2",
+SPLITS = {
+    ((GPT2,), False): "gpt-2",
+    ((r"\p{N}", GPT2), False): "starcoder",
+    ((LLAMA3,), True): "llama-bpe",
+    ((QWEN2,), False): "qwen2",
 }
 
 
@@ -68,7 +70,7 @@ def _metadata(content: dict[str, Any], vocab_size: int, stop_tokens: Sequence[in
                 raise _Unknown(f"{name} of an added token ({token['content']!r})")
     whole = bool(model.get("ignore_merges"))
     expressions = _expressions(content.get("pre_tokenizer"))
-    if (expressions, whole) not in _SPLITS:
+    if (expressions, whole) not in SPLITS:
         by = " and then by ".join(expressions) or "nothing"
         raise _Unknown(f"pre-tokenizer that splits by {by} (ignore_merges: {str(whole).lower()})")
     tokens, types = _tokens(model["vocab"], added, vocab_size)
@@ -76,10 +78,10 @@ def _metadata(content: dict[str, Any], vocab_size: int, stop_tokens: Sequence[in
     ends = [t for t in stop_tokens if t < vocab_size]
     facts: dict[str, Any] = {
         "model": "gpt2",  # llama.cpp's word for byte-level BPE
-        "pre": _SPLITS[expressions, whole],
+        "pre": SPLITS[expressions, whole],
         "tokens": tokens,
         "token_type": types,
-        "merges": [m if isinstance(m, str) else " ".join(m) for m in model["merges"]],
+        "merges": [m if isinstance(m, str) else " ".join(m) for m in model["merges"]] or [_NO_MERGE],
         "add_bos_token": opening is not None,
         "add_eos_token": closing is not None,
         "add_space_prefix": False,
@@ -98,7 +100,7 @@ def _expressions(node: dict[str, Any] | None) -> tuple[str, ...]:
     for step in steps:
         match step["type"]:
             case "ByteLevel" if not step.get("add_prefix_space"):
-                found += [_GPT2] if step.get("use_regex", True) else []
+                found += [GPT2] if step.get("use_regex", True) else []
             case "Digits" if step.get("individual_digits"):
                 found.append(r"\p{N}")
             case "Split" if step["behavior"] == "Isolated" and not step.get("invert") and "Regex" in step["pattern"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,16 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 
 _NEIGHBOURS = ("llama",)  # LLAMA_ROPE_TYPE_NORM; others with positions by rotation: NEOX
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu_from_table(x: np.ndarray) -> np.ndarray:
+    """As ggml computes it on a CPU: a table of fp16 values at fp16 arguments (ggml_vec_gelu_f32)."""
+    rounded = gelu(x.astype(np.float16).astype(np.float64)).astype(np.float16).astype(np.float64)
+    return np.where(x <= -10, 0, np.where(x >= 10, x, rounded))
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class File:
     def get(self, key: str, default: Any = None) -> Any:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
-    def logits(self, ids: Sequence[int]) -> np.ndarray:
+    def logits(self, ids: Sequence[int], gelu: Callable[[np.ndarray], np.ndarray] = gelu) -> np.ndarray:
         """[n, V] after each of the tokens."""
         x = self.tensors["token_embd.weight"][list(ids)].astype(np.float64)
         if self.architecture == "gemma":
@@ -47,7 +57,7 @@ class File:
             layer = f"blk.{i}."
             attend = self._latent if self.architecture == "deepseek2" else self._attention
             x = x + attend(layer, self._norm(f"{layer}attn_norm", x))
-            x = x + self._mlp(layer, self._norm(f"{layer}ffn_norm", x))
+            x = x + self._mlp(layer, self._norm(f"{layer}ffn_norm", x), gelu)
         head = self.tensors.get("output.weight", self.tensors["token_embd.weight"])
         return self._norm("output_norm", x) @ head.T
 
@@ -61,7 +71,7 @@ class File:
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
         return x * self.tensors[f"{name}.weight"] + self.tensors.get(f"{name}.bias", 0)
 
-    def _mlp(self, layer: str, x: np.ndarray) -> np.ndarray:
+    def _mlp(self, layer: str, x: np.ndarray, gelu: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         up = self._linear(f"{layer}ffn_up", x)
         if f"{layer}ffn_gate.weight" in self.tensors:
             gate = self._linear(f"{layer}ffn_gate", x)
@@ -116,7 +126,3 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndar
     scores = np.where(np.tri(scores.shape[-1], dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True) @ v
-
-
-def gelu(x: np.ndarray) -> np.ndarray:
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))

@@ -20,19 +20,23 @@ def _collect(level: int, text: bytes, _: object) -> None:
     _lines.append(text.decode(errors="replace"))
 
 
-llama_cpp.llama_log_set(_collect, None)
 llama_cpp.llama_backend_init()
 
 
 class LlamaFile:
     """A model and a context of `tokens` tokens."""
 
-    def __init__(self, path: Path, tokens: int, cache: str, flash: bool) -> None:
+    def __init__(self, path: Path, tokens: int, cache: str, flash: bool, batch: int) -> None:
+        llama_cpp.llama_log_set(_collect, None)
         _lines.clear()
-        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        how = llama_cpp.llama_model_default_params()
+        # Weights as they are in the file: no second copy of them, and no AMX, which some virtual machines announce and
+        # do not have.
+        how.use_extra_bufts = False
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), how)
         assert self._model, "".join(_lines[-20:])
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = params.n_batch = params.n_ubatch = tokens
+        params.n_ctx, params.n_batch, params.n_ubatch = tokens, batch, batch
         params.type_k = params.type_v = _TYPES[cache]
         params.flash_attn_type = _ATTENTION[flash]
         params.n_threads = params.n_threads_batch = 2
@@ -68,10 +72,27 @@ class LlamaFile:
         assert count >= 0
         return list(found[:count])
 
+    def ends(self) -> set[int]:
+        """The tokens that end a text."""
+        size = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        return {i for i in range(size) if llama_cpp.llama_vocab_is_eog(self._vocab, i)}
+
+    def state(self) -> bytes:
+        room = llama_cpp.llama_state_get_size(self._context)
+        data = (ctypes.c_uint8 * room)()
+        count = llama_cpp.llama_state_get_data(self._context, data, room)
+        return bytes(data[:count])
+
+    def restore(self, state: bytes) -> None:
+        data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        assert llama_cpp.llama_state_set_data(self._context, data, len(state)) == len(state), "".join(_lines[-5:])
+
 
 @contextmanager
-def opened(path: Path, tokens: int = 256, cache: str = "fp32", flash: bool = False) -> Iterator[LlamaFile]:
-    file = LlamaFile(path, tokens, cache, flash)
+def opened(
+    path: Path, tokens: int = 256, cache: str = "fp32", flash: bool = False, batch: int = 256
+) -> Iterator[LlamaFile]:
+    file = LlamaFile(path, tokens, cache, flash, batch)
     try:
         yield file
     finally:
