@@ -482,11 +482,11 @@ def test_run_writes_what_the_session_does(talking, tmp_path):
     options = ["--context", 90, "--seed", 5, "--threads", 1, "--prefill-chunk", 3, "--max-tokens", 12]
     done = _run(talking, "--prompt", "Hello", "--save", tmp_path / "saved", *options)
     assert (done.returncode, done.stdout) == (0, f"Hello{text}\n"), done.stderr
-    assert re.fullmatch(r"\[seed 5; prefill 5 tokens, .*\]\n", done.stderr)
+    assert re.fullmatch(r"\[seed 5; prefill 3 tokens, .*\]\n", done.stderr), done.stderr
     again = _run(talking, "--prompt", "!", "--restore", tmp_path / "saved", "--json", *options)
     assert again.returncode == 0, again.stderr
     figures = json.loads(again.stdout)["figures"]
-    assert figures["tokens"] == 5 + 12 + 1 + 12
+    assert figures["tokens"] == 3 + 12 + 1 + 12
 
 
 @pytest.mark.parametrize(
