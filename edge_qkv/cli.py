@@ -195,7 +195,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--weights",
         default="int4",
         choices=WEIGHTS,
-        help="weight type; for executorch int4 is 8da4w and int8 is 8da8w",
+        help="weight type; int4 and int8 are 8da4w and 8da8w for executorch, q4_0 and q8_0 for gguf",
     )
     add("--cache", default="fp16", choices=tuple(CACHE_BYTES), help="cache type; fixed at export")
     add(

@@ -96,15 +96,19 @@ class Storage:
     file_bytes_per_rotary_layer: int = 0  # more, where rows are rotated
     file_bytes_per_position: int = 0
     caches: tuple[str, ...] = tuple(CACHE_BYTES)  # types that the engine can keep
+    context_multiple: int = 1  # the cache has room for whole ones of so many tokens
     whole_cache: bool = False  # the cache has room for all positions of the model, whatever a session's context
+    rotary_tables: bool = True  # the cosines and sines of all positions are in the file
 
 
-_FLOAT = Format()
+_FLOAT, _HALF = Format(), Format(16)
 _BLOCKS_4, _BLOCKS_8 = Format(4, 4, _CHOSEN), Format(8, 4, _CHOSEN)  # of MatMulNBits: float32 scales
 # Of torchao: 8 bits with a float32 scale a row; 4 bits in groups with bf16 scales; tables of 4 bits with float32 ones.
 _ROWS_8, _GROUPS_4, _TABLE_4 = Format(8, 4), Format(4, 2, _CHOSEN), Format(4, 4, 32, whole=True)
 # Of Core ML: fp16 scales; no block reaches over the end of a row.
-_HALF, _HALF_ROWS_8, _HALF_BLOCKS_4 = Format(16), Format(8, 2), Format(4, 2, _CHOSEN, divides=True)
+_HALF_ROWS_8, _HALF_BLOCKS_4 = Format(8, 2), Format(4, 2, _CHOSEN, divides=True)
+# Of ggml: blocks of 32 with one fp16 scale, of 256 with two and 12 bytes of smaller ones; else float32.
+_Q8_0, _Q4_0, _Q4_K = Format(8, 2, 32, whole=True), Format(4, 2, 32, whole=True), Format(4, 16, 256, whole=True)
 
 STORAGE = {
     "onnx": Storage(
@@ -154,6 +158,24 @@ STORAGE = {
         whole_cache=True,
         file_bytes_per_position=4,  # the numbers of the rows, of which masks are made
     ),
+    "gguf": Storage(
+        engine="llama.cpp",
+        weights={
+            "f32": Weights(_FLOAT, _FLOAT, _FLOAT, _FLOAT, also="fp32"),
+            "f16": Weights(_HALF, _HALF, _HALF, _HALF),
+            "q8_0": Weights(_Q8_0, _Q8_0, _Q8_0, _Q8_0, also="int8"),
+            "q4_0": Weights(_Q4_0, _Q8_0, _Q8_0, _Q8_0, also="int4"),
+            "q4_k": Weights(_Q4_K, _Q8_0, _Q8_0, _HALF),  # about: llama.cpp decides for each tensor
+        },
+        head_is_embedding=True,
+        alignment=32,
+        inline_below=0,
+        file_bytes=3_000,  # without its tokenizer, as measured
+        file_bytes_per_layer=700,
+        rotary_tables=False,
+        caches=("fp32", "fp16"),
+        context_multiple=256,
+    ),
 }
 # All names that --weights takes; each target refuses those it does not know.
 WEIGHTS = tuple(dict.fromkeys(name for target in STORAGE.values() for name in target.weights))
@@ -178,11 +200,26 @@ def stored_as(target: str, weights: str, block_size: int | None = None) -> tuple
     return kind, Weights(*(f.chosen(block) for f in formats)), block
 
 
+def gguf_keeps_one_row(config: ModelConfig) -> bool:
+    """Whether llama.cpp caches one row for keys and values: see `edge_qkv.export.gguf_latent`."""
+    biases = config.attention_bias or config.mlp_bias or config.norm_bias
+    windowed = 0 < config.window < config.max_positions
+    shape = (config.sharing, config.kv_heads, config.positions, config.norm, config.mlp)
+    plain = config.query != "residual_gelu" and not biases and not windowed
+    return plain and shape == ("q-k=v", 1, "none", "rmsnorm", "swiglu")
+
+
+def gguf_form(config: ModelConfig) -> ModelConfig:
+    """The model that llama.cpp runs for `config`: with a query matrix, and with values of their own unless it keeps
+    one row for both; the same projection is then in its file, and the same row in its cache, twice."""
+    return replace(config, query="projected", sharing=config.sharing if gguf_keeps_one_row(config) else "qkv")
+
+
 def cache_bytes_per_token(config: ModelConfig, cache: str, target: str) -> int:
     """Bytes that the engine of a target keeps of a token; raises `InputError` for a cache that it has not."""
     if cache not in STORAGE[target].caches:
         raise InputError(f"--cache {cache}: a {target} package has {' or '.join(STORAGE[target].caches)}")
-    return config.cache_bytes_per_token(cache)
+    return (gguf_form(config) if target == "gguf" else config).cache_bytes_per_token(cache)
 
 
 def plan_model(
@@ -198,9 +235,10 @@ def plan_model(
     """
     _, stored, block = stored_as(target, weights, block_size)
     known = STORAGE[target]
+    config = gguf_form(config) if target == "gguf" else config
     padding = -config.mlp_width % (stored.layers.block or 1) if known.pads_mlp else 0
     inside = replace(config, mlp_width=config.mlp_width + padding)
-    matrices, tables = list(_matrices(inside, stored)), list(_tables(inside, stored, known.float_bytes))
+    matrices, tables = list(_matrices(inside, stored)), list(_tables(inside, stored, known))
     head = stored.head.sizes(config.vocab_size, config.width)
     shared = config.tied_head and known.head_is_embedding
     per_layer = known.file_bytes_per_layer + (known.file_bytes_per_rotary_layer if config.rotary else 0)
@@ -247,12 +285,13 @@ def _matrices(config: ModelConfig, stored: Weights) -> Iterator[int]:
             yield from stored.layers.sizes(outputs, inputs)
 
 
-def _tables(config: ModelConfig, stored: Weights, float_bytes: int) -> Iterator[int]:
+def _tables(config: ModelConfig, stored: Weights, known: Storage) -> Iterator[int]:
     """All that is not multiplied by: embedding, positions, norms and biases."""
     yield from stored.embedding.sizes(config.vocab_size, config.width)
     if config.positions == "learned":
         yield from stored.positions.sizes(config.max_positions, config.width)
-    if config.rotary:
+    float_bytes = known.float_bytes
+    if config.rotary and known.rotary_tables:
         yield from [config.max_positions * config.rotated // 2 * float_bytes] * 2  # cos and sin
     for _ in range(2 * config.layers + 1):
         yield from [config.width * float_bytes] * (2 if config.norm_bias else 1)

@@ -9,11 +9,11 @@ from typing import Protocol
 import numpy as np
 
 from edge_qkv import _native
-from edge_qkv.package import MODEL_FILES, Package
+from edge_qkv.package import Package
 
-# Target -> the module here with a function `open_model`; all other targets are the native library's.
-HOSTED = {"coreml": "coreml"}
-NATIVE = tuple(target for target in MODEL_FILES if target not in HOSTED)
+# Target -> the module here with a function `open_model`.
+HOSTED = {"coreml": "coreml", "gguf": "llama_cpp"}
+NATIVE = ("onnx", "executorch")  # what the native library runs
 
 
 @dataclass(frozen=True)

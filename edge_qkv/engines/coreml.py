@@ -53,7 +53,7 @@ def open_model(package: Package, options: ModelOptions, load: Load | None = None
     # Core ML prepares a function for the device when it is opened: only those that are used.
     function = functools.cache(lambda name: load(package.path / MODEL_FILES["coreml"], name))
     function("decode")
-    return HostedModel(package, "coreml", lambda _: StateCache(package.config, chunk, function), function.cache_clear)
+    return HostedModel(package, "coreml", lambda *_: StateCache(package.config, chunk, function), function.cache_clear)
 
 
 class StateCache:
@@ -102,12 +102,13 @@ class StateCache:
             rows[:, :, :length] = part
             self._state.write_state(name, rows)
 
-    def fill(self, length: int, seed: int) -> None:
-        generator = np.random.default_rng(seed)
-        shape = (*self._shape[:2], length, self._shape[3])
-        self.write(
-            {name: generator.standard_normal(shape, np.float32).astype(np.float16) for name in self._names}, length
-        )
+    def fill(self, past: int, length: int, seed: int) -> None:
+        generator, rows = np.random.default_rng(seed), self.read(past)
+        shape = (*self._shape[:2], length - past, self._shape[3])
+        for name in self._names:
+            noise = generator.standard_normal(shape, np.float32).astype(np.float16)
+            rows[name] = np.concatenate([rows[name], noise], axis=2)
+        self.write(rows, length)
 
     def close(self) -> None:
         self._state = None

@@ -285,6 +285,8 @@ eqkv_status eqkv_sample(const float* logits, size_t vocab_size, const int32_t* t
   });
 }
 
+bool eqkv_is_set(void* flag) { return __atomic_load_n(static_cast<int32_t*>(flag), __ATOMIC_RELAXED) != 0; }
+
 eqkv_status eqkv_session_sample(eqkv_session* session, int32_t* token) {
   return with_session(session, [&](Session& s) {
     require(token, "token");
