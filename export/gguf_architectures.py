@@ -10,7 +10,7 @@ into the weights:
 - `llama` rotates neighbouring values, we rotate halves: rows of the query and key matrices trade places;
 - what of a head is not rotated has divisors of its frequencies that are as good as infinite (`rope_freqs`).
 
-These graphs write a K and a V cache, so that a unified model costs twice its rows; the two that keep one row are in
+These graphs keep a K and a V cache, so that a unified model costs twice its rows; the one that keeps one row is in
 `gguf_latent.py`.
 
 Not exact is GELU: ggml has the tanh form only in these graphs, at most 4.7e-4 from the erf form, and on a CPU reads
