@@ -22,7 +22,7 @@ import torch
 
 from conftest import TINY
 from eager import TOLERANCE, expect, walk_session
-from edge_qkv import Cancelled, ContextFull, InputError, Model, Sampling, Session, engines, pack, plan
+from edge_qkv import Cancelled, ContextFull, InputError, Model, Sampling, Session, _native, engines, pack, plan
 from edge_qkv.engines import ModelOptions
 from edge_qkv.engines.hosted import HostedModel, refuse_options
 from edge_qkv.model import Decoder
@@ -372,6 +372,14 @@ def test_a_cancelled_evaluation_stops_and_the_session_goes_on(model, ids):
             assert session.tokens == ids
             np.testing.assert_allclose(session.logits(), expected, atol=TOLERANCE)
         assert kept & set(range(AT_ONCE, CAPACITY, AT_ONCE)) and all(n % AT_ONCE == 0 for n in kept)
+
+
+def test_an_engine_may_ask_the_native_library_whether_to_stop():
+    """What llama.cpp does after each operation; see engines/llama_cpp.py."""
+    asked = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(("eqkv_is_set", _native.library()))
+    for value in (0, 1, 1 << 20, -1):
+        flag = ctypes.c_int32(value)
+        assert asked(ctypes.addressof(flag)) is bool(value)
 
 
 def test_a_cancelled_generation_keeps_what_it_yielded(model):

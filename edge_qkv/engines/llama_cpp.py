@@ -39,9 +39,8 @@ _Result = TypeVar("_Result")
 
 def open_model(package: Package, options: ModelOptions) -> HostedModel:
     refuse_options(package, options, threads=True)
-    if package.manifest.get("cache") not in _TYPES:
-        raise InputError(f"{package.path}: has a cache that llama.cpp has not; export the package again")
-    model, layout = _Model(package), _layout(package)
+    layout = _layout(package)
+    model = _Model(package)
     threads = options.threads or _processors()
 
     def new_cache(context: int, chunk: int, cancelled: ctypes.c_int32) -> LlamaCache:
@@ -186,10 +185,12 @@ class _Model:
 
 
 def _layout(package: Package) -> Layout:
-    config, dtype = package.config, _TYPES[package.manifest["cache"]]
-    width = config.kv_heads * config.head_dim
-    parts = package.cache_bytes_per_token // (config.layers * width * dtype.itemsize)
-    return Layout(config.layers, width, dtype, ("keys", "values")[:parts], transposed=dtype == np.float32)
+    config, dtype = package.config, _TYPES.get(str(package.manifest.get("cache")))
+    for parts in (("keys",), ("keys", "values")):
+        layout = Layout(config.layers, config.kv_heads * config.head_dim, dtype, parts, dtype == np.float32)
+        if dtype and layout.bytes_per_token == package.cache_bytes_per_token:
+            return layout
+    raise InputError(f"{package.path}: has a cache that llama.cpp has not; export the package again")
 
 
 def _ggml_type(llama: Any, layout: Layout) -> int:

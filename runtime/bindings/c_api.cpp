@@ -49,9 +49,9 @@ namespace {
 SamplerOptions sampler_options(const eqkv_sampler_options* given) {
   require(given, "options");
   const SamplerOptions d;
-  const eqkv_sampler_options o =
-      read_options(given, {0, d.temperature, d.top_k, d.top_p, d.min_p, d.repetition_penalty,
-                           d.repetition_window, d.seed});
+  const eqkv_sampler_options o = read_options(
+      given,
+      {0, d.temperature, d.top_k, d.top_p, d.min_p, d.repetition_penalty, d.repetition_window, d.seed});
   return {o.temperature, o.top_k, o.top_p, o.min_p, o.repetition_penalty, o.repetition_window, o.seed};
 }
 
@@ -285,7 +285,9 @@ eqkv_status eqkv_sample(const float* logits, size_t vocab_size, const int32_t* t
   });
 }
 
-bool eqkv_is_set(void* flag) { return __atomic_load_n(static_cast<int32_t*>(flag), __ATOMIC_RELAXED) != 0; }
+bool eqkv_is_set(void* flag) {
+  return __atomic_load_n(static_cast<int32_t*>(flag), __ATOMIC_RELAXED) != 0;
+}
 
 eqkv_status eqkv_session_sample(eqkv_session* session, int32_t* token) {
   return with_session(session, [&](Session& s) {

@@ -101,6 +101,10 @@ def test_a_model_file_that_was_cut_off_is_one_sentence(tiny, tmp_path, cut, capf
 def test_a_model_that_is_not_the_manifests_is_refused(tiny, tmp_path):
     package = shutil.copytree(tiny, tmp_path / "package")
     manifest = json.loads((package / "edge_qkv.json").read_text())
+    for fact, value in (("cache", "int8"), ("cache", ["fp32"]), ("cache_bytes_per_token", 1)):
+        (package / "edge_qkv.json").write_text(json.dumps(manifest | {fact: value}))
+        with pytest.raises(InputError, match="has a cache that llama"):
+            Model(package)
     manifest["config"]["vocab_size"] += 1
     (package / "edge_qkv.json").write_text(json.dumps(manifest))
     with pytest.raises(InputError, match=r"disagree on vocab_size \(261 and 260\)"):
