@@ -20,7 +20,7 @@ from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.errors import InputError
 from edge_qkv.export import gguf_latent, gguf_tokenizer, operator
 from edge_qkv.export.gguf_architectures import Mapping, Tensor
-from edge_qkv.export.packaging import Runner, Stored, check_space, write_package
+from edge_qkv.export.packaging import Runner, Stored, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.package import MODEL_FILES
 from edge_qkv.stored import cache_bytes_per_token, stored_as
@@ -64,8 +64,8 @@ def export_gguf(
     weights: 'f32', 'f16', 'q8_0' (int8), 'q4_0' (int4; head and embedding then have 8 bits) or 'q4_k', for which
     llama-cpp-python decides over each tensor (llama.cpp's Q4_K_M). Norms and biases are float32, and so is a matrix
     whose rows are no whole blocks. cache: 'fp32' or 'fp16', the type that a session gives llama.cpp's cache.
-    block_size, prefill_chunk: must be None, a file fixes neither. runner: opens the package for the parity report;
-    without one there is none. The rest is as in `edge_qkv.export.onnx.export_onnx`.
+    block_size, prefill_chunk: must be None, a file fixes neither. Without llama-cpp-python there is no parity report,
+    unless a `runner` makes it. The rest is as in `edge_qkv.export.onnx.export_onnx`.
 
     No more of the weights is in memory than one tensor of the file and what it is made of. Raises `InputError`, for a
     model or a tokenizer that llama.cpp cannot express before any long work; then no file is left and an earlier
@@ -100,7 +100,10 @@ def export_gguf(
         (directory / "f16").unlink()
 
     if run_parity and runner is None:
-        progress("No parity report: it needs the llama.cpp engine", 0, 0)
+        if importlib.util.find_spec("llama_cpp") is None:
+            progress("No parity report: it needs llama-cpp-python", 0, 0)
+        else:
+            runner = open_session
     more = {
         "architecture": mapping.architecture,
         "cache_bytes_per_token": cached,
