@@ -110,7 +110,7 @@ def _variants(arguments: argparse.Namespace) -> None:
             package = exported(f"{model.name}/{name}", config, arguments)
             row = _measured(package, name, arguments.depths, threads, repeats, processes)
             row["cache_paper"] = model.paper(name, row["cache"])
-            _check(row, name)
+            _check(row, config)
             result.add("variants", [*result.content["variants"], row])
     content = result.finish()
     print(json.dumps(content, indent=2) if arguments.json else report.as_text(of_variants(content)))
@@ -159,10 +159,14 @@ def _measured(
     }
 
 
-def _check(row: dict[str, Any], name: str) -> None:
+def _check(row: dict[str, Any], config: ModelConfig) -> None:
     """Measured = planned = published, or `EdgeQKVError`."""
-    planned, paper = row["cache_planned"], row["cache_paper"]
-    for what, count in (("reserves", row["cache_reserved"]), ("is published with", paper)):
+    name, planned = row["variant"], row["cache_planned"]
+    for decoded in row["depths"]:
+        cached, used = decoded["depth"] + len(decoded["tokens"]), decoded["memory"]["cache_used"]
+        if used != (expected := config.cache_bytes(cached, row["cache"])):
+            raise EdgeQKVError(f"{name}: {cached:,} tokens take {used:,} bytes of cache, and should {expected:,}")
+    for what, count in (("reserves", row["cache_reserved"]), ("is published with", row["cache_paper"])):
         if count not in (None, planned):
             raise EdgeQKVError(f"{name}: {what} {count:,} bytes of cache, {planned:,} are planned")
 
