@@ -18,7 +18,7 @@ from typing import Any
 from edge_qkv import InputError, Package, plan
 from edge_qkv.bench.common import add_measuring, command_line, run
 from edge_qkv.bench.figures import figure, written
-from edge_qkv.bench.one_package import PREFILL, Request
+from edge_qkv.bench.one_package import PREFILL, Request, packed_files
 from edge_qkv.bench.processes import Processes
 from edge_qkv.bench.speed import ROUNDED_TOLERANCE, TOKENS, TOLERANCE
 from edge_qkv.checks import thread_count, whole
@@ -173,16 +173,9 @@ def _prepare(bench: _Bench, column: Column) -> None:
     column.files = [package.path / name for name in (MANIFEST, *package.manifest["files"])]
     column.facts["file_bytes"] = package.weight_bytes
     if column.packed is not None:
-        packed = _packed_files(column.packed, column.facts)
+        packed = packed_files(column.packed, column.facts)
         column.facts["packed_bytes"] = sum(file.stat().st_size for file in packed)
         column.files += packed
-
-
-def _packed_files(directory: Path, facts: dict[str, Any]) -> list[Path]:
-    """Those of this model by this engine; see runtime/engines/packed.h."""
-    markers = directory.glob(f"packed-{facts['fingerprint'][:16]}-*/packed.txt")
-    made = [marker.parent for marker in markers if f"\n{facts['engine']} " in marker.read_text()]
-    return sorted(file for folder in made for file in folder.iterdir())
 
 
 def _same_next_tokens(first: Column, column: Column) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,17 @@ from edge_qkv import InputError, Package, plan
 from edge_qkv.bench import machine, plots, report
 from edge_qkv.bench.common import add_measuring, add_output, command_line, prepare_output, run, say
 from edge_qkv.bench.figures import figure
-from edge_qkv.bench.one_package import Request
+from edge_qkv.bench.one_package import Request, packed_files
 from edge_qkv.bench.processes import Processes, plainest_kernel
 from edge_qkv.bench.random_package import default_directory, named_config, random_package
 from edge_qkv.bench.results import Result
 from edge_qkv.bench.speed import TOKENS
 from edge_qkv.checks import thread_count, whole
 from edge_qkv.config import CACHE_BYTES
-from edge_qkv.package import MANIFEST, MODEL_FILES
+from edge_qkv.engines import NATIVE
+from edge_qkv.package import MANIFEST
 from edge_qkv.presets import PRESETS
-from edge_qkv.stored import WEIGHTS
+from edge_qkv.stored import STORAGE, WEIGHTS
 
 DEPTHS = 0, 1024, 4096, 8192, 16384, 32767
 PROMPTS = 16, 128, 512, 2048
@@ -75,6 +76,7 @@ class Bench:
     counts: list[int]  # of threads
     reference: Package | None
     processes: Processes
+    facts: dict[str, Any] = field(default_factory=dict)  # what the package is, see one_package
 
     def measure(self, kind: str, what: str = "", kernel: str | None = None, **fields: Any) -> dict:
         return self.processes.measure(Request(kind, **self.request | fields), what or kind, kernel)
@@ -99,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def add_random(parser: argparse.ArgumentParser) -> None:
     """The options of packages that are exported first."""
     add = parser.add_argument
-    add("--target", choices=tuple(MODEL_FILES), help="of a config: engine; default: onnx")
+    add("--target", choices=tuple(STORAGE), help="of a config: engine; default: onnx")
     add("--weights", choices=WEIGHTS, help="of a config: weight type; default: int4")
     add("--cache", choices=tuple(CACHE_BYTES), help="of a config: cache type; default: fp16")
     add(
@@ -121,7 +123,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     bench, options = _bench(arguments)
     sections = {name: section for name, section in SECTIONS.items() if name in (arguments.only or SECTIONS)}
     bench.processes.total = 1 + bool(arguments.packed) + sum(count(bench) for _, count in sections.values())
-    result = Result("package", arguments.output, machine=machine.describe(), options=options, package={})
+    result = Result("package", arguments.output, machine=machine.describe(), options=options)
     with result.kept():
         result.add("package", _describe(bench))
         for name, (section, _) in sections.items():
@@ -138,17 +140,21 @@ def _bench(arguments: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
     threads = thread_count(arguments.threads)
     if not 0 < limit < 1e6:
         raise InputError(f"--seconds {limit}: must be above 0 and below 1,000,000")
-    reference = arguments.reference and Package.open(arguments.reference)
+    reference = Package.open(arguments.reference) if arguments.reference else None
     package = _package(arguments)
+    if reference and reference.config.vocab_size != package.config.vocab_size:
+        raise InputError(f"--reference {reference.path}: has another vocabulary than {package.path}; leave it out")
     most = package.config.max_positions
     threads = plan(package, context=1, threads=threads).threads  # how many, where it is one for each core
-    depths, left_out = reachable(package, checked_depths(package, arguments.depths, DEPTHS))
-    for_all = {"package": str(package.path), "packed": arguments.packed and str(arguments.packed), "threads": threads}
+    packed = arguments.packed is not None
+    depths, left_out = reachable(package, checked_depths(package, arguments.depths, DEPTHS), packed)
+    for_all = {"package": str(package.path), "packed": str(arguments.packed) if packed else None, "threads": threads}
     for_all |= {"repeats": repeats, "limit": limit}
     lengths = sorted({whole(n, "--prompts", 1, most) for n in arguments.prompts or ()})
     lengths = lengths or sorted({min(n, most) for n in PROMPTS})
-    counts = sorted({1, *(2**i for i in range(9) if 2**i < threads), threads})
-    bench = Bench(package, for_all, depths, left_out, lengths, counts, reference or None, Processes(0))
+    # Of an engine that does not say how many it uses there is only what it chooses.
+    counts = sorted({1, *(2**i for i in range(9) if 2**i < threads), threads}) if threads else [0]
+    bench = Bench(package, for_all, depths, left_out, lengths, counts, reference, Processes(0))
     return bench, {"threads": threads, "repeats": repeats, "seconds": limit}
 
 
@@ -162,7 +168,8 @@ def _package(arguments: argparse.Namespace) -> Package:
         if given:
             raise InputError(f"{' and '.join(given)}: a package has its own; leave it out, or give a config")
         return Package.open(name)
-    return exported(name.removeprefix("random:"), config, arguments)
+    name = Path(name).stem if name.endswith(".json") else name.removeprefix("random:")
+    return exported(name, config, arguments)
 
 
 def checked_depths(package: Package, asked: list[int] | None, usual: Sequence[int]) -> list[int]:
@@ -173,12 +180,12 @@ def checked_depths(package: Package, asked: list[int] | None, usual: Sequence[in
     return sorted({whole(depth, "--depths", 0, most, f", the most {package.path} goes") for depth in asked})
 
 
-def reachable(package: Package, depths: list[int]) -> tuple[list[int], list[dict[str, int]]]:
+def reachable(package: Package, depths: list[int], packed: bool = False) -> tuple[list[int], list[dict[str, int]]]:
     """The depths that the free memory holds by their plans, and what the others need; raises `InputError` where it
     holds none."""
     available, held, left_out = machine.available_memory(), [], []
     for depth in depths:
-        needs = plan(package, context=_context(package, depth)).total
+        needs = plan(package, context=_context(package, depth), packed=packed).total
         if available is None or needs <= available:
             held.append(depth)
         else:
@@ -207,7 +214,8 @@ def _describe(bench: Bench) -> dict[str, Any]:
     """Packs the weights where that is asked for, and says what is measured."""
     if bench.request["packed"]:
         bench.measure("pack", "packed weights")
-    facts, package = bench.measure("facts", "what the package is"), bench.package
+    facts = bench.facts = bench.measure("facts", "what the package is")
+    package = bench.package
     return {
         "name": package.path.resolve().name,
         "engine": facts["engine"],
@@ -232,7 +240,7 @@ def _load(bench: Bench) -> dict[str, Any]:
     folder = bench.package.path
     paths = [folder / name for name in (MANIFEST, *bench.package.manifest["files"])]
     if bench.request["packed"]:
-        paths += [path for path in Path(bench.request["packed"]).rglob("*") if path.is_file()]
+        paths += packed_files(Path(bench.request["packed"]), bench.facts)
     found: dict[str, list[float]] = {}
     for turn in range(_loads(bench)):
         for kind in ("cold load", "warm load"):
@@ -253,23 +261,23 @@ def _loads(bench: Bench) -> int:
 def _decode(bench: Bench) -> dict[str, Any]:
     found = bench.measure("decode", f"decode at {_depths(bench)}", depths=bench.depths)
     context = _context(bench.package, bench.depths[-1])
-    planned = plan(
-        bench.package, context=context, threads=bench.request["threads"], packed=bench.request["packed"] is not None
-    )
+    packed = bench.request["packed"] is not None
+    planned = plan(bench.package, context=context, threads=bench.request["threads"], packed=packed)
     sizes = {"depth": context, "cache": planned.cache, "expected": planned.expected, "total": planned.total}
     return found | {"left_out": bench.left_out, "planned": sizes, "verified": verified(bench, found["depths"])}
 
 
 def verified(bench: Bench, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The decoded tokens of `rows` beside the reference's; raises `EdgeQKVError`, naming the first that is wrong."""
-    kernel = plainest_kernel()
+    of = bench.reference or bench.package
+    kernel = plainest_kernel() if of.target in NATIVE else None
     said = [(row["depth"], row["tokens"]) for row in rows]
     fields: dict[str, Any] = {"said": said}
-    if bench.reference is not None:
-        fields |= {"package": str(bench.reference.path), "packed": None}
+    if bench.reference:
+        fields |= {"package": str(of.path), "packed": None}
     found = bench.measure("verify", "the reference's tokens", kernel, **fields)
-    reference = bench.package.path if bench.reference is None else bench.reference.path
-    return found | {"reference": f"{reference.resolve().name}, read as chunks with the kernel {kernel}"}
+    how = f" with the kernel {kernel}" if kernel else ""
+    return found | {"reference": f"{of.path.resolve().name}, read as chunks{how}"}
 
 
 def _prefill(bench: Bench) -> list[dict[str, Any]]:

@@ -98,6 +98,13 @@ def _described(model: Model) -> dict:
     }
 
 
+def packed_files(directory: Path, facts: dict) -> list[Path]:
+    """Those of a model by an engine, of which `facts` tells; see runtime/engines/packed.h."""
+    markers = directory.glob(f"packed-{facts['fingerprint'][:16]}-*/packed.txt")
+    made = [marker.parent for marker in markers if f"\n{facts['engine']} " in marker.read_text()]
+    return sorted(file for folder in made for file in folder.iterdir())
+
+
 def difference(chunk: np.ndarray, single: np.ndarray, tolerance: float, package: str) -> float:
     """The largest difference of two logits [T, V] in standard deviations; raises `EdgeQKVError` beyond `tolerance`."""
     found = float(np.abs(chunk - single).max() / chunk.std())

@@ -147,7 +147,8 @@ def _threads(rows: list[dict[str, Any]]) -> Part:
     cells = []
     for row in rows:
         decoded = (written(depth["ms_per_token"]) for depth in row["depths"])
-        cells.append((str(row["threads"]), written(row["prefill_tokens_per_second"]), *decoded))
+        count = str(row["threads"] or "the engine's own")
+        cells.append((count, written(row["prefill_tokens_per_second"]), *decoded))
     return Part("Threads", header, cells)
 
 

@@ -200,7 +200,7 @@ def _caches(result: dict[str, Any]) -> report.Part:
             )
         )
     full = f"{result['context']:,} tokens"
-    header = (f"cache, {full}", "reserved", "planned", "published", "least", "filled to", "used", "committed")
+    header = (f"cache, {full}", "reserved", "planned", "published", "largest/this", "filled to", "used", "committed")
     return report.Part("Cache, bytes", header, rows)
 
 

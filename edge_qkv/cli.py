@@ -178,7 +178,11 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("path", help="package, checkpoint, or random:PRESET such as random:1.2B/Q-MQA")
     added.add_argument("--json", action="store_true", help="print JSON")
     _add_plan(command("plan", plan_command.run, plan_command.SUMMARY))
-    command("bench", _bench, "Measure a package on this machine; edge-qkv bench --help says what else it does.")
+    command(
+        "bench",
+        lambda _: _bench([]),
+        "Measure a package on this machine; edge-qkv bench --help says what else it does.",
+    )
     _add_train(command("train", _train, "Train a small model on a text file; stop it and it goes on where it was."))
     added = command("demo", _demo, "Export the bundled model for each engine, write text, and show the memory table.")
     added.add_argument("--output", type=Path, default=Path("demo"), help="directory for the packages")

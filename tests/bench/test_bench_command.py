@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -143,6 +144,18 @@ def test_the_base_install_is_enough(tiny_package, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bench.json", "bench.md"]
     done = _run("300M/Q-MQA", "--directory", tmp_path / "random", env=environment)
     assert done.returncode == 2 and "needs torch; run pip install 'edge-qkv[export]'" in done.stderr
+
+
+def test_every_field_is_described():
+    text = (Path(results.__file__).parent / "schema.md").read_text()
+
+    def names(shape: object) -> set[str]:
+        parts = shape.values() if isinstance(shape, dict) else shape if isinstance(shape, list) else ()
+        own = set(shape) if isinstance(shape, dict) else set()
+        return own.union(*(names(part) for part in parts if isinstance(part, (dict, list))))
+
+    described = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"`([^`]+)`", text))))
+    assert names(results._SHAPES) - {"package", "variants"} <= described
 
 
 # ---- compare ----
