@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edge_qkv import InputError, Package, plan
+from edge_qkv import InputError, ModelConfig, Package, plan
 from edge_qkv.bench import machine, plots, report
 from edge_qkv.bench.common import add_measuring, add_output, command_line, prepare_output, run, say
 from edge_qkv.bench.figures import figure
@@ -112,7 +112,7 @@ def add_random(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def exported(name: str, config, arguments: argparse.Namespace) -> Package:
+def exported(name: str, config: ModelConfig, arguments: argparse.Namespace) -> Package:
     """The package of a config with random weights, as those options say."""
     target, weights, cache = arguments.target or "onnx", arguments.weights or "int4", arguments.cache or "fp16"
     return random_package(name, config, arguments.directory or default_directory(), target, weights, cache)
@@ -135,49 +135,49 @@ def _measure(arguments: argparse.Namespace) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
-    """Checks everything that was given before anything is measured."""
+    """Checks everything that was given before anything is exported or measured."""
     repeats, limit = whole(arguments.repeats, "--repeats", 1), arguments.seconds
     threads = thread_count(arguments.threads)
     if not 0 < limit < 1e6:
         raise InputError(f"--seconds {limit}: must be above 0 and below 1,000,000")
     reference = Package.open(arguments.reference) if arguments.reference else None
-    package = _package(arguments)
-    if reference and reference.config.vocab_size != package.config.vocab_size:
-        raise InputError(f"--reference {reference.path}: has another vocabulary than {package.path}; leave it out")
-    most = package.config.max_positions
+    name, config = arguments.package, named_config(arguments.package)
+    package = _given(arguments) if config is None else None
+    config = config or package.config
+    if reference and reference.config.vocab_size != config.vocab_size:
+        raise InputError(f"--reference {reference.path}: has another vocabulary than {name}; leave it out")
+    most = config.max_positions
+    depths = checked_depths(config, name, arguments.depths, DEPTHS)
+    lengths = sorted({whole(n, "--prompts", 1, most, f", the most {name} goes") for n in arguments.prompts or ()})
+    lengths = lengths or sorted({min(n, most) for n in PROMPTS})
+    package = package or exported(Path(name).stem if name.endswith(".json") else name, config, arguments)
     threads = plan(package, context=1, threads=threads).threads  # how many, where it is one for each core
     packed = arguments.packed is not None
-    depths, left_out = reachable(package, checked_depths(package, arguments.depths, DEPTHS), packed)
+    depths, left_out = reachable(package, depths, packed)
     for_all = {"package": str(package.path), "packed": str(arguments.packed) if packed else None, "threads": threads}
     for_all |= {"repeats": repeats, "limit": limit}
-    lengths = sorted({whole(n, "--prompts", 1, most) for n in arguments.prompts or ()})
-    lengths = lengths or sorted({min(n, most) for n in PROMPTS})
     # Of an engine that does not say how many it uses there is only what it chooses.
     counts = sorted({1, *(2**i for i in range(9) if 2**i < threads), threads}) if threads else [0]
     bench = Bench(package, for_all, depths, left_out, lengths, counts, reference, Processes(0))
     return bench, {"threads": threads, "repeats": repeats, "seconds": limit}
 
 
-def _package(arguments: argparse.Namespace) -> Package:
+def _given(arguments: argparse.Namespace) -> Package:
     name = arguments.package
-    config = named_config(name)
-    if config is None:
-        given = [f"--{o}" for o in ("target", "weights", "cache", "directory") if getattr(arguments, o) is not None]
-        if not Path(name).exists():
-            raise InputError(f"{name}: is no package, and no config such as {', '.join(PRESETS)} or 1.2B/Q-MQA")
-        if given:
-            raise InputError(f"{' and '.join(given)}: a package has its own; leave it out, or give a config")
-        return Package.open(name)
-    name = Path(name).stem if name.endswith(".json") else name.removeprefix("random:")
-    return exported(name, config, arguments)
+    if not Path(name).exists():
+        raise InputError(f"{name}: is no package, and no config such as {', '.join(PRESETS)} or 1.2B/Q-MQA")
+    of_config = ("target", "weights", "cache", "directory")
+    if given := [f"--{option}" for option in of_config if getattr(arguments, option) is not None]:
+        raise InputError(f"{' and '.join(given)}: a package has its own; leave it out, or give a config")
+    return Package.open(name)
 
 
-def checked_depths(package: Package, asked: list[int] | None, usual: Sequence[int]) -> list[int]:
-    """The depths to measure, ascending: those asked for, or the usual ones as far as the package goes."""
-    most = package.config.max_positions - 1
+def checked_depths(config: ModelConfig, name: str, asked: list[int] | None, usual: Sequence[int]) -> list[int]:
+    """The depths to measure, ascending: those asked for, or the usual ones as far as the model goes."""
+    most = config.max_positions - 1
     if asked is None:
         return sorted({min(depth, most) for depth in usual})
-    return sorted({whole(depth, "--depths", 0, most, f", the most {package.path} goes") for depth in asked})
+    return sorted({whole(depth, "--depths", 0, most, f", the most {name} goes") for depth in asked})
 
 
 def reachable(package: Package, depths: list[int], packed: bool = False) -> tuple[list[int], list[dict[str, int]]]:

@@ -16,7 +16,6 @@ from edge_qkv.stored import cache_bytes_per_token, stored_as
 
 def named_config(name: str) -> ModelConfig | None:
     """The config of a published size such as "1.2B/Q-MQA", or of the path of a config.json; None: neither."""
-    name = name.removeprefix("random:")
     if name.endswith(".json"):
         return read_config(Path(name))
     return preset(name) if name.partition("/")[0] in PRESETS and not Path(name).exists() else None

@@ -89,6 +89,7 @@ def _variants(arguments: argparse.Namespace) -> None:
     prepare_output(arguments.output)
     model = _model(arguments)
     configs = {name: apply_variant(model.config, name) for name in arguments.variants or _names(model.config)}
+    depths = checked_depths(model.config, model.name, arguments.depths, DEPTHS)
     repeats, threads = whole(arguments.repeats, "--repeats", 1), thread_count(arguments.threads)
     threads = plan(model.config, context=1, threads=threads).threads
     processes = Processes(2 * len(configs))
@@ -108,7 +109,7 @@ def _variants(arguments: argparse.Namespace) -> None:
     with result.kept():
         for name, config in configs.items():
             package = exported(f"{model.name}/{name}", config, arguments)
-            row = _measured(package, name, arguments.depths, threads, repeats, processes)
+            row = _measured(package, name, depths, threads, repeats, processes)
             row["cache_paper"] = model.paper(name, row["cache"])
             _check(row, config)
             result.add("variants", [*result.content["variants"], row])
@@ -138,9 +139,9 @@ def _names(config: ModelConfig) -> list[str]:
 
 
 def _measured(
-    package: Package, name: str, asked: list[int] | None, threads: int, repeats: int, processes: Processes
+    package: Package, name: str, depths: list[int], threads: int, repeats: int, processes: Processes
 ) -> dict[str, Any]:
-    depths, left_out = reachable(package, checked_depths(package, asked, DEPTHS))
+    depths, left_out = reachable(package, depths)
     most = package.config.max_positions
     request = dict(
         package=str(package.path), packed=None, threads=threads, repeats=repeats, limit=SECONDS, context=most

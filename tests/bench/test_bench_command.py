@@ -316,3 +316,4 @@ def test_bad_input_is_one_sentence(tiny_package, tmp_path, refused):
     (tmp_path / "file").write_text("")
     assert "--output" in refused(tiny_package, "--output", tmp_path / "file")
     assert "variant 'Q-NONE' is not known" in refused("1.2B/Q-NONE")
+    assert "--depths = 40000" in refused("1.2B/Q-MQA", "--depths", 40000)  # before anything is exported

@@ -112,6 +112,9 @@ def test_bad_input_is_one_sentence(config, tmp_path, capsys):
     assert "2B: must be one of 300M, 1.2B, or the path of a config.json" in refused("2B")
     assert "must be one of 300M" in refused("1.2B/Q-MQA")
     assert "none.json: cannot be read" in refused(tmp_path / "none.json")
+    assert "--depths = 64: must be a whole number between 0 and 63, the most small goes" in refused(
+        config, "--depths", 64
+    )
     assert "variant 'GQA' is not known" in refused(config, "--variants", "GQA")
     assert "--layers = 3: must be a whole number between 1 and 2" in refused(config, "--layers", 3)
     assert "--weights 8da4w: must be one of" in refused(config, "--weights", "8da4w")
