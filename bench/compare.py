@@ -106,7 +106,7 @@ def _figures(results: Sequence[dict[str, Any]]) -> list[tuple[str, Found]]:
     for kind in ("cold", "warm"):
         for name, label in (("open_ms", "load"), ("first_token_ms", "load to the first token")):
             rows.append((f"{label}, {kind}, ms", lambda r, k=kind, n=name: r["load"][k][n] if "load" in r else None))
-    memory = {"anonymous": "anonymous", "resident": "resident", "peak": "peak", "cache_used": "cache"}
+    memory = {"anonymous": "anonymous", "resident": "resident", "cache_used": "cache"}
     for name, label in memory.items():
         add(f"{label} at {{}}", "decode", "depth", lambda row, n=name: row["memory"][n], "depths")
     rows.append(("restore, ms", lambda r: r["restore"]["restore_seconds"] * 1e3 if "restore" in r else None))

@@ -51,7 +51,7 @@ def of_packages(results: Sequence[dict[str, Any]], names: Sequence[str] = ()) ->
         return {}
     times = [(name, _times(result["decode"]["depths"])) for name, result in decoded]
     sizes = [
-        (f"{name} {label}".strip(), _sizes(result, field))
+        (name or label, _sizes(result, field))
         for name, result in decoded
         for field, label in (("resident", "resident"), ("anonymous", "anonymous"), ("cache_used", "cache"))
         if len(decoded) == 1 or field == "anonymous"
@@ -60,7 +60,7 @@ def of_packages(results: Sequence[dict[str, Any]], names: Sequence[str] = ()) ->
     what = "Memory that the model adds" if len(decoded) == 1 else "Anonymous memory that the model adds"
     return {
         "decode": (f"Decode{head}", lambda axes: _lines(axes, times, "ms a token", _speed)),
-        "memory": (f"{what}{head}", lambda axes: _lines(axes, sizes, "MiB", _mib)),
+        "memory": (f"{what}{head}", lambda axes: _lines(axes, sizes, "MiB", _short)),
     }
 
 
@@ -98,11 +98,12 @@ def _head(result: dict[str, Any]) -> str:
 
 
 def _speed(milliseconds: float) -> str:
-    return f"{milliseconds:.3g} ms, {1e3 / milliseconds:.3g}/s"
+    return f"{_short(milliseconds)} ms, {_short(1e3 / milliseconds)}/s"
 
 
-def _mib(count: float) -> str:
-    return f"{count:,.0f}" if count >= 100 else f"{count:.1f}"
+def _short(value: float) -> str:
+    """In three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def _lines(axes: Any, series: Sequence[tuple[str, Points]], unit: str, end: Callable[[float], str]) -> None:
@@ -145,6 +146,7 @@ def _bars(axes: Any, bars: Sequence[tuple[str, int]]) -> None:
         axes.annotate(f"{size(count)}{part}", (count, place), xytext=(5, 0), textcoords="offset points", va="center")
     axes.set_yticks(places, [label for label, _ in bars])
     axes.set_xlim(0, most * 1.18)
+    axes.set_ylim(-0.6, max(len(bars), 5) - 0.4)
     axes.set_xticks([])
     _plain(axes, "bottom")
 
