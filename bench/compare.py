@@ -109,7 +109,7 @@ def _figures(results: Sequence[dict[str, Any]]) -> list[tuple[str, Found]]:
     memory = {"anonymous": "anonymous", "resident": "resident", "cache_used": "cache"}
     for name, label in memory.items():
         add(f"{label} at {{}}", "decode", "depth", lambda row, n=name: row["memory"][n], "depths")
-    rows.append(("restore, ms", lambda r: r["restore"]["restore_seconds"] * 1e3 if "restore" in r else None))
+    rows.append(("restore, ms", lambda r: r["restore"]["restore_ms"] if "restore" in r else None))
     return rows
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_qkv import files
-from edge_qkv.bench import machine
+from edge_qkv.bench import machine, restore
 from edge_qkv.bench.common import say
 from edge_qkv.bench.figures import rate, written
 from edge_qkv.tables import size, table
@@ -152,13 +152,8 @@ def _threads(rows: list[dict[str, Any]]) -> Part:
     return Part("Threads", header, cells)
 
 
-def _restore(restore: dict[str, Any]) -> Part:
-    rows = [
-        ("prefill", f"{restore['prefill_seconds']:.2f} s", restore["prefill_measured"]),
-        ("save", f"{restore['save_seconds'] * 1e3:.1f} ms", size(restore["snapshot_bytes"])),
-        ("restore", f"{restore['restore_seconds'] * 1e3:.1f} ms", f"{restore['prefill_over_restore']:,.0f}x faster"),
-    ]
-    return Part("Restore", (f"{restore['tokens']:,} tokens", "time", ""), rows)
+def _restore(found: dict[str, Any]) -> Part:
+    return Part("Restore", (f"{found['tokens']:,} tokens", "time", ""), restore.rows(found))
 
 
 _PARTS: dict[str, Callable[[Any], Part]] = {

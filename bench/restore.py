@@ -14,18 +14,19 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from edge_qkv import EdgeQKVError, Model, Session
 from edge_qkv.bench.common import add_measuring, command_line, run
-from edge_qkv.bench.figures import seconds
+from edge_qkv.bench.figures import figure, seconds, written
 from edge_qkv.tables import size, table
 
 DEPTHS = 8
 TOKENS = 32767
 
 
-def measure(model: Model, tokens: int, folder: Path, repeats: int, whole: bool) -> dict[str, float]:
-    """Seconds to prefill, save and restore a conversation of `tokens`, and bytes of its snapshot."""
+def measure(model: Model, tokens: int, folder: Path, repeats: int, whole: bool) -> dict[str, Any]:
+    """Seconds to prefill and figures of saving and restoring a conversation of `tokens`, and bytes of its snapshot."""
     path = folder / "snapshot"
     context = min(tokens + 1, model.info.context)
     with Session(model, context=context) as session:
@@ -33,23 +34,22 @@ def measure(model: Model, tokens: int, folder: Path, repeats: int, whole: bool) 
         session.rewind(0)
         session.fill(tokens - 1)
         session.evaluate([0])
-        save = median(seconds(lambda: session.save(path)) for _ in range(repeats))
+        saves = [1e3 * seconds(lambda: session.save(path)) for _ in range(repeats)]
         logits = session.logits()
     restores = []
     for _ in range(repeats):
         with Session(model, context=context) as session:
-            restores.append(seconds(lambda session=session: session.restore(path)))
+            restores.append(1e3 * seconds(lambda session=session: session.restore(path)))
             if session.logits().tobytes() != logits.tobytes():
                 raise EdgeQKVError("the restored logits differ from those that were saved")
-    restore = median(restores)
     return {
         "tokens": tokens,
         "snapshot_bytes": path.stat().st_size,
         "prefill_seconds": prefill,
         "prefill_measured": "whole" if whole else f"chunks at {DEPTHS} depths",
-        "save_seconds": save,
-        "restore_seconds": restore,
-        "prefill_over_restore": prefill / restore,
+        "save_ms": figure(saves),
+        "restore_ms": figure(restores),
+        "prefill_over_restore": prefill * 1e3 / median(restores),
     }
 
 
@@ -97,12 +97,17 @@ def _report(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(figures, indent=2))
         return
-    rows = [
-        ("prefill", f"{figures['prefill_seconds']:.1f} s", figures["prefill_measured"]),
-        ("save", f"{figures['save_seconds'] * 1e3:.0f} ms", size(figures["snapshot_bytes"])),
-        ("restore", f"{figures['restore_seconds'] * 1e3:.1f} ms", f"{figures['prefill_over_restore']:,.0f}x faster"),
+    print(table(rows(figures), (f"{figures['tokens']:,} tokens", "time", "")))
+
+
+def rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """What was measured, as rows of a table."""
+    save, restore = (written(figures[name]) for name in ("save_ms", "restore_ms"))
+    return [
+        ("prefill", f"{figures['prefill_seconds']:.2f} s", figures["prefill_measured"]),
+        ("save", f"{save} ms", size(figures["snapshot_bytes"])),
+        ("restore", f"{restore} ms", f"{figures['prefill_over_restore']:,.0f}x faster"),
     ]
-    print(table(rows, (f"{figures['tokens']:,} tokens", "time", "")))
 
 
 if __name__ == "__main__":

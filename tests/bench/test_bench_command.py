@@ -98,6 +98,7 @@ def test_the_result_has_all_parts_and_exact_cache_bytes(measured, tiny_package):
         times = found["load"][kind]
         assert _sound(times["open_ms"]) and times["first_token_ms"]["median"] > times["open_ms"]["median"]
     assert found["restore"]["tokens"] == 95
+    assert _sound(found["restore"]["save_ms"]) and _sound(found["restore"]["restore_ms"])
 
 
 def test_the_machine_is_described(measured):
