@@ -133,6 +133,15 @@ def test_plots_are_written_with_their_labels(measured):
         assert f"![{name}]({name}.svg)" in (output / "bench.md").read_text()
 
 
+def test_a_package_of_the_other_engine_is_measured(tiny_program, tmp_path, capsys):
+    options = ("--only", "load", "decode", "first-token", "--repeats", "1", "--depths", "40", "--prompts", "60")
+    assert main([str(tiny_program), *options, "--packed", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["package"]["engine"] == "executorch" and found["package"]["packed"] is True
+    assert found["decode"]["depths"][0]["memory"]["cache_used"] == 48 * BYTES // 2  # fp16
+    assert found["decode"]["verified"]["tokens"] == 8 and 0 <= found["load"]["cached_after_drop"] <= 1
+
+
 def test_the_base_install_is_enough(tiny_package, tmp_path):
     """Here and in every process that it starts, all but numpy, onnxruntime and tokenizers are hidden."""
     hidden = ("torch", "onnx", "onnxscript", "safetensors", "tqdm", "executorch", "torchao", "matplotlib")
