@@ -4,11 +4,13 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Before edge-qkv itself: one of its libraries is compiled against it.
 EXECUTORCH ?= executorch==1.5.1 torchao==0.18.0
+# Built from its sources, and not for `make test`: it takes about ten minutes.
+LLAMA ?= llama-cpp-python==0.3.36
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find runtime -name '*.cpp' -o -name '*.h' -o -name '*.cmake' -o -name '*.txt' 2>/dev/null)
 
-.PHONY: demo bench test lint format clean
+.PHONY: demo bench test test-llama lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -21,6 +23,10 @@ bench: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
+
+# GGUF packages in llama.cpp itself.
+test-llama: $(VENV)/llama
+	$(BIN)/python -m pytest tests/llama -rP
 
 lint: $(VENV)/linted
 	$(BIN)/ruff check .
@@ -52,6 +58,11 @@ $(VENV)/executorch: $(VENV)/torch
 # Editable: Python sources are used where they are; a change of the native sources installs again.
 $(VENV)/installed: $(VENV)/executorch $(SOURCES)
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+$(VENV)/llama: | $(VENV)/installed
+	@echo "building llama-cpp-python into $(VENV); once, about ten minutes"
+	$(BIN)/python -m pip install --quiet $(LLAMA)
 	@touch $@
 
 $(VENV)/linted: $(VENV)/bin/python

@@ -14,7 +14,15 @@ from pathlib import Path
 from edge_qkv import __version__, plan_command, run_command
 from edge_qkv.config import CACHE_BYTES, POSITIONS, QUERY
 from edge_qkv.errors import Cancelled, EdgeQKVError, InputError
-from edge_qkv.stored import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, DEFAULT_GROUP_SIZE, DEFAULT_PREFILL_CHUNK, WEIGHTS
+from edge_qkv.stored import (
+    BLOCK_SIZES,
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_COREML_BLOCK,
+    DEFAULT_COREML_CHUNK,
+    DEFAULT_GROUP_SIZE,
+    DEFAULT_PREFILL_CHUNK,
+    WEIGHTS,
+)
 
 _EXAMPLES = """\
 examples:
@@ -202,15 +210,15 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--weights",
         default="int4",
         choices=WEIGHTS,
-        help="weight type; for executorch int4 is 8da4w and int8 is 8da8w",
+        help="weight type; int4 and int8 are 8da4w and 8da8w for executorch, q4_0 and q8_0 for gguf",
     )
     add("--cache", default="fp16", choices=tuple(CACHE_BYTES), help="cache type; fixed at export")
     add(
         "--block-size",
         type=int,
         choices=BLOCK_SIZES,
-        help="weights that share a scale, in onnx int4 and int8 and executorch 8da4w; default: "
-        f"{DEFAULT_BLOCK_SIZE} and {DEFAULT_GROUP_SIZE}",
+        help="weights that share a scale, in onnx int4 and int8, executorch 8da4w and coreml int4; default: "
+        f"{DEFAULT_BLOCK_SIZE}, {DEFAULT_GROUP_SIZE} and {DEFAULT_COREML_BLOCK}",
     )
     add(
         "--window",
@@ -226,7 +234,8 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--prefill-chunk",
         type=int,
         metavar="TOKENS",
-        help=f"most tokens of one call, which a file for executorch fixes; default: {DEFAULT_PREFILL_CHUNK}",
+        help="most tokens of one call, which files for executorch and coreml fix; default: "
+        f"{DEFAULT_PREFILL_CHUNK} and {DEFAULT_COREML_CHUNK}",
     )
     add("--output", type=Path, required=True, help="package directory to write; replaced as a whole")
     add("--tokenizer", type=Path, help="tokenizer.json; default: the one beside the checkpoint")

@@ -8,6 +8,7 @@ from typing import Any
 
 from edge_qkv.config import CACHE_BYTES, ModelConfig
 from edge_qkv.package import MANIFEST, Package
+from edge_qkv.stored import STORAGE, cache_bytes_per_token
 from edge_qkv.tables import size, table
 
 _PARITY_NUMBERS = (
@@ -20,7 +21,13 @@ _PARITY_NUMBERS = (
     "tokens",
 )
 # What only some targets or weight types have: name in the manifest -> what `describe` calls it.
-_OWN_FACTS = {"block_size": "block size", "prefill_chunk": "tokens of a call", "cache_rows": "cache rows"}
+_OWN_FACTS = {
+    "block_size": "block size",
+    "prefill_chunk": "tokens of a call",
+    "cache_rows": "cache rows",
+    "neural_engine_misfits": "Neural Engine",
+    "architecture": "llama.cpp's graph",
+}
 CONTEXTS = (1024, 4096, 8192, 16384, 32768)
 
 
@@ -40,26 +47,29 @@ def inspect(path: str) -> dict[str, Any]:
         }
         facts |= {name: value for name in _OWN_FACTS if (value := manifest.get(name)) is not None}
         config = package.config
+        caches = STORAGE[package.target].caches
+        per_token = {cache: cache_bytes_per_token(config, cache, package.target) for cache in caches}
     else:
         from edge_qkv.checkpoints import read_checkpoint
 
         checkpoint = read_checkpoint(path)
         config = checkpoint.config
+        per_token = {cache: config.cache_bytes_per_token(cache) for cache in CACHE_BYTES}
         facts = {"kind": "checkpoint", "format": checkpoint.format, "tokenizer": checkpoint.tokenizer is not None}
     return facts | {
         "variant": config.variant,
         "parameters": config.parameters(),
         "config": config.to_dict(),
-        "cache_bytes_per_token": {cache: config.cache_bytes_per_token(cache) for cache in CACHE_BYTES},
-        "cache_bytes": cache_table(config),
+        "cache_bytes_per_token": per_token,
+        "cache_bytes": cache_table(config, per_token),
     }
 
 
-def cache_table(config: ModelConfig) -> list[dict[str, int]]:
+def cache_table(config: ModelConfig, per_token: dict[str, int]) -> list[dict[str, int]]:
     """Cache bytes at each context, beside the same model with a key and a value a head."""
     full = replace(config, sharing="qkv", kv_heads=config.heads, query="projected")
     return [
-        {"context": n} | {cache: config.cache_bytes(n, cache) for cache in CACHE_BYTES} | {"qkv": full.cache_bytes(n)}
+        {"context": n} | {cache: n * count for cache, count in per_token.items()} | {"qkv": full.cache_bytes(n)}
         for n in CONTEXTS
     ]
 
@@ -73,7 +83,7 @@ def describe(path: str, facts: dict[str, Any]) -> str:
         rows += [
             ("weights", f"{facts['weights']}, {size(facts['weight_bytes'])}"),
             ("cache type", facts["cache"]),
-            *((what, facts[name]) for name, what in _OWN_FACTS.items() if name in facts),
+            *((what, _listed(facts[name])) for name, what in _OWN_FACTS.items() if name in facts),
         ]
         if facts["parity"]:
             rows.append(("parity", parity_line(facts["parity"])))
@@ -85,13 +95,17 @@ def describe(path: str, facts: dict[str, Any]) -> str:
     caches = [
         (
             f"{row['context']:,} tokens",
-            *(f"{row[c]:,} ({size(row[c])})" for c in CACHE_BYTES),
+            *(f"{row[c]:,} ({size(row[c])})" for c in facts["cache_bytes_per_token"]),
             f"{row['qkv'] / row['fp16']:.0f}x",
         )
         for row in facts["cache_bytes"]
     ]
-    lines.append(table(caches, ("cache bytes", *CACHE_BYTES, "QKV/this, fp16")))
+    lines.append(table(caches, ("cache bytes", *facts["cache_bytes_per_token"], "QKV/this, fp16")))
     return "\n".join(lines)
+
+
+def _listed(fact: Any) -> Any:
+    return "; ".join(fact) or "all sizes suit it" if isinstance(fact, list) else fact
 
 
 def parity_line(parity: dict[str, Any]) -> str:

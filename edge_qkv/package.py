@@ -17,7 +17,13 @@ from edge_qkv.errors import InputError, one_line
 
 MANIFEST = "edge_qkv.json"
 FORMAT = 2
-MODEL_FILES = {"onnx": "model.onnx", "executorch": "model.pte"}  # target -> the file or directory an engine opens
+# Target -> the file or directory that its engine opens.
+MODEL_FILES = {
+    "onnx": "model.onnx",
+    "executorch": "model.pte",
+    "coreml": "model.mlpackage",
+    "gguf": "model.gguf",
+}
 # Names that tokenizers give to the token that ends a text.
 _END_TOKENS = (
     "<|endoftext|>",

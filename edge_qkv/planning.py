@@ -20,10 +20,13 @@ from edge_qkv.package import MANIFEST, Package
 from edge_qkv.packing import is_packed
 from edge_qkv.presets import PRESETS, preset
 from edge_qkv.sizes import parse_size
-from edge_qkv.stored import STORAGE, cache_bytes_per_token, plan_model
+from edge_qkv.stored import DEFAULT_PREFILL_CHUNK, STORAGE, cache_bytes_per_token, plan_model
 
 # Of the engines whose memory is not ours: what of it no plan knows.
-_UNKNOWN = {"coreml": "what Core ML takes beyond weights and states depends on the device and is not known"}
+_UNKNOWN = {
+    "coreml": "what Core ML takes beyond weights and states depends on the device and is not known",
+    "gguf": "what llama.cpp takes beyond weights and cache depends on its version and the processor and is not known",
+}
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,8 @@ def plan(
         raise InputError(f"context = {wanted}: must be at most {limit}, the most this model allows")
     of_target = target if package is None else package.target
     if of_target in HOSTED:
-        if allowed is not None:
-            raise InputError(f"--memory: {_UNKNOWN[of_target]}, so a budget cannot be kept; leave it out")
+        if memory is not None:
+            raise InputError(f"--memory: {_UNKNOWN[of_target]}, so a budget cannot be planned; leave it out")
         facts = None if package else plan_model(config, weights, block_size, target, options.prefill_chunk)
         return _of_weights_and_cache(config, package, facts, options, of_target)
     info, facts = _native.PlanInfo(), _native.PlanModel()
@@ -132,26 +135,32 @@ def _of_weights_and_cache(
     target: str,
 ) -> Plan:
     """What can be known of an engine that Python hosts."""
-    cache = (options.cache_type or b"fp16").decode()
-    a_token = package.cache_bytes_per_token if package else cache_bytes_per_token(config, cache, target)
+    own = package.manifest.get("cache") if package else "fp16"
+    cache = options.cache_type.decode() if options.cache_type else own
+    a_token = (
+        package.cache_bytes_per_token if package and cache == own else cache_bytes_per_token(config, cache, target)
+    )
     context = options.context or config.max_positions
+    fixed = package.manifest.get("prefill_chunk") if package else facts.prefill_chunk  # by the file
     weights = package.weight_bytes if package else facts.weight_bytes
-    rows = (config.max_positions if STORAGE[target].whole_cache else context) * a_token
+    known = STORAGE[target]
+    rows = config.max_positions if known.whole_cache else context
+    cache_bytes = -(-rows // known.context_multiple) * known.context_multiple * a_token
     return Plan(
         context=context,
-        prefill_chunk=package.manifest.get("prefill_chunk", 0) if package else facts.prefill_chunk,
+        prefill_chunk=fixed or options.prefill_chunk or DEFAULT_PREFILL_CHUNK,
         threads=options.threads,
         cache_type=cache,
         weights_file=weights,
         weights_anonymous=0,
-        cache=rows,
+        cache=cache_bytes,
         workspace=0,
         engine_file=0,
         engine_anonymous=0,
-        expected=weights + rows,
+        expected=weights + cache_bytes,
         margin=0,
-        total=weights + rows,
-        anonymous=rows,
+        total=weights + cache_bytes,
+        anonymous=cache_bytes,
         weight_bytes=weights,
         matrix_bytes=facts.matrix_bytes if facts else 0,
         packed=False,

@@ -68,8 +68,24 @@ def _executorch(checkpoint: str, output: Path, **options) -> dict[str, Any]:
     return _export(export_executorch, checkpoint, output, **options)
 
 
+def _coreml(checkpoint: str, output: Path, **options) -> dict[str, Any]:
+    if importlib.util.find_spec("coremltools") is None:
+        raise InputError("--target coreml needs coremltools; install it: pip install coremltools")
+    with quiet():
+        from edge_qkv.export.coreml import export_coreml
+    return _export(export_coreml, checkpoint, output, **options)
+
+
+def _gguf(checkpoint: str, output: Path, **options) -> dict[str, Any]:
+    if importlib.util.find_spec("gguf") is None:
+        raise InputError("--target gguf needs gguf; install it: pip install 'edge-qkv[llama-cpp]'")
+    from edge_qkv.export.gguf import export_gguf
+
+    return _export(export_gguf, checkpoint, output, **options)
+
+
 # Target name -> its exporter; the heavy libraries are imported when one is called.
-TARGETS: dict[str, Exporter] = {"onnx": _onnx, "executorch": _executorch}
+TARGETS: dict[str, Exporter] = {"onnx": _onnx, "executorch": _executorch, "coreml": _coreml, "gguf": _gguf}
 
 
 def _export(

@@ -48,12 +48,15 @@ def write_package(
     text: str | None,
     runner: Runner | None,
     progress: Progress,
+    parity_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Writes the package `output` and returns its manifest (`edge_qkv.json`).
 
     write_model: writes the model's files into a directory. tokenizer: a `tokenizer.json`, default the checkpoint's.
-    runner: opens the package for the parity report, on `text` or else on random token ids; None: no report. Raises
-    `InputError`; then no file is left and an earlier package at `output` is untouched.
+    runner: opens the package for the parity report, on `text` or else on random token ids; None: no report.
+    parity_tokens: the most that it takes, where the runner is slow.
+
+    Raises `InputError`; then no file is left and an earlier package at `output` is untouched.
     """
     config = checkpoint.config
     tokenizer = tokenizer or checkpoint.tokenizer
@@ -81,7 +84,7 @@ def write_package(
         }
         files.write_json(directory / package.MANIFEST, manifest)
         if runner:
-            manifest["parity"] = _parity(checkpoint, directory, runner, ids, progress)
+            manifest["parity"] = _parity(checkpoint, directory, runner, ids, parity_tokens, progress)
             files.write_json(directory / package.MANIFEST, manifest)
     return manifest
 
@@ -120,8 +123,13 @@ def _listed(directory: Path, progress: Progress) -> dict[str, dict[str, Any]]:
 
 
 def _parity(
-    checkpoint: Checkpoint, directory: Path, runner: Runner, ids: Sequence[int] | None, progress: Progress
+    checkpoint: Checkpoint,
+    directory: Path,
+    runner: Runner,
+    ids: Sequence[int] | None,
+    most: int | None,
+    progress: Progress,
 ) -> dict[str, Any]:
     progress("Comparing with the checkpoint", 0, 0)
     with runner(directory, parity.lengths(checkpoint.config)[1]) as (score, engine):
-        return parity.check(checkpoint.load(), score, engine, ids)
+        return parity.check(checkpoint.load(), score, engine, ids, most)

@@ -71,12 +71,15 @@ def perplexity(logits: np.ndarray, tokens: Sequence[int]) -> float:
     return math.exp(min(loss.item(), 700.0))
 
 
-def check(decoder: Decoder, score: Score, engine: str, text_tokens: Sequence[int] | None) -> dict:
-    """Runs both sides on the text's first tokens, or on random ids where there is no text.
+def check(
+    decoder: Decoder, score: Score, engine: str, text_tokens: Sequence[int] | None, most: int | None = None
+) -> dict:
+    """Runs both sides on the text's first tokens, or on random ids where there is no text; on `most` of them at most.
 
     The tokens are taken in windows of the length the model was trained on, each a sequence of its own.
     """
     count, window = lengths(decoder.config)
+    count = min(count, most or count)
     text = text_tokens is not None and len(text_tokens) > 1
     tokens = list(text_tokens)[:count] if text else random_tokens(decoder.config.vocab_size, count)
     windows = [tokens[i : i + window] for i in range(0, len(tokens), window)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from edge_qkv.attention import FP16_MAX
 from edge_qkv.errors import InputError
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -74,13 +75,35 @@ def dequantize(quantized: Quantized) -> Tensor:
     return (levels * quantized.scales[..., None]).flatten(1)[:, : quantized.columns].contiguous()
 
 
-def _search_scales(blocks: Tensor) -> Tensor:
-    """The best scale of each block [..., block_size] for 4 bits, [...]; negative where the largest weight is positive.
+def quantize_signed(weight: Tensor, bits: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Quantises weight [N, K] to signed codes q [N, K] int8 of 4 or 8 bits and scales [N, K / block_size] fp16.
+
+    Codes are chosen for the rounded scales. No scale is negative: those that coremltools makes never are, and who reads
+    them may rely on it.
+    """
+    rows, columns = weight.shape
+    codes = torch.empty(rows, columns, dtype=torch.int8)
+    scales = torch.empty(rows, columns // block_size, dtype=torch.float16)
+    step = max(1, _CHUNK // columns)
+    for start in range(0, rows, step):
+        part = weight[start : start + step].to(torch.float32).view(-1, columns // block_size, block_size)
+        scale = _search_scales(part, positive=True) if bits == 4 else part.abs().amax(-1) / 127
+        scale = scale.clamp(max=FP16_MAX).half()
+        scales[start : start + step] = scale
+        codes[start : start + step] = _round(part, scale.float(), bits).flatten(1).to(torch.int8)
+    return codes, scales
+
+
+def _search_scales(blocks: Tensor, positive: bool = False) -> Tensor:
+    """The best scale of each block [..., block_size] for 4 bits, [...]; negative where the largest weight is positive,
+    unless all are to be `positive`.
 
     For codes q the best scale is <w, q> / <q, q>, which leaves an error of |w|^2 - <w, q>^2 / <q, q>:
     so the codes of every candidate scale are rated by <w, q>^2 / <q, q>, and the winner's scale refitted.
     """
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))  # signed [..., 1]
+    if positive:
+        largest = -largest.abs()
     inverse = torch.where(largest == 0, 0.0, -1.0 / largest)
     best_gain = torch.full(blocks.shape[:-1], -1.0)
     best_scale = torch.zeros(blocks.shape[:-1])

@@ -12,6 +12,7 @@ import pytest
 from edge_qkv import _native
 from edge_qkv.config import ModelConfig
 from edge_qkv.engines import NATIVE
+from edge_qkv.stored import STORAGE
 from native_build import build
 
 TINY = ModelConfig(
@@ -60,6 +61,8 @@ def hears_ctrl_c() -> None:
 
 def needs(target: str) -> None:
     """Skips the test where nothing can be exported to a target, or where what is exported cannot be run."""
+    if target == "coreml":
+        pytest.importorskip("coremltools", reason="coremltools is not installed")
     if target == "executorch":
         for module in ("executorch.exir", "torchao"):
             pytest.importorskip(module, reason=f"{module.partition('.')[0]} is not installed")
@@ -142,7 +145,7 @@ def random_package(tmp_path_factory):
         return decoder, output
 
     def make(target: str, config: ModelConfig = TINY, cache: str = "fp32", seed: int = 0, chunk: int = 16, **options):
-        if target == "executorch":
+        if STORAGE[target].prefill_chunk:
             options["prefill_chunk"] = chunk
         return export(target, config, cache, seed, frozenset(options.items()))
 

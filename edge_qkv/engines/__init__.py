@@ -9,23 +9,23 @@ from typing import Protocol
 import numpy as np
 
 from edge_qkv import _native
-from edge_qkv.package import MODEL_FILES, Package
+from edge_qkv.package import Package
 
-# Target -> the module here with a function `open_model`; all other targets are the native library's.
-HOSTED = {"coreml": "coreml"}
-NATIVE = tuple(target for target in MODEL_FILES if target not in HOSTED)
+# Target -> the module here with a function `open_model`.
+HOSTED = {"coreml": "coreml", "gguf": "llama_cpp"}
+NATIVE = ("onnx", "executorch")  # what the native library runs
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """What a model is opened with; the names are those of `edge_qkv.Model`."""
 
-    threads: int
-    memory: int  # bytes; 0: no budget
-    context: int  # tokens; 0: the longest that the budget holds
-    prefill_chunk: int
-    packed: object
-    spill: object
+    threads: int = 0
+    memory: int = 0  # bytes; 0: no budget
+    context: int = 0  # tokens; 0: the longest that the budget holds
+    prefill_chunk: int = 0
+    packed: object = None
+    spill: object = None
 
 
 class EngineSession(Protocol):

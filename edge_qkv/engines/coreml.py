@@ -21,9 +21,14 @@ from edge_qkv.package import MODEL_FILES, Package
 Load = Callable[[Path, str], Any]
 
 
+def runs_here() -> bool:
+    """Whether this system's Core ML knows states."""
+    return sys.platform == "darwin" and int(platform.mac_ver()[0].partition(".")[0] or 0) >= 15
+
+
 def load_function(path: Path, function: str) -> Any:
     """A function of the model as Core ML runs it; raises `InputError`."""
-    if sys.platform != "darwin" or int(platform.mac_ver()[0].partition(".")[0] or 0) < 15:
+    if not runs_here():
         raise InputError(
             f"{path}: Core ML runs it on macOS 15 or iOS 18 and later, which this is not; "
             "export to onnx or executorch to run the model here"
@@ -48,7 +53,7 @@ def open_model(package: Package, options: ModelOptions, load: Load | None = None
     # Core ML prepares a function for the device when it is opened: only those that are used.
     function = functools.cache(lambda name: load(package.path / MODEL_FILES["coreml"], name))
     function("decode")
-    return HostedModel(package, "coreml", lambda _: StateCache(package.config, chunk, function), function.cache_clear)
+    return HostedModel(package, "coreml", lambda *_: StateCache(package.config, chunk, function), function.cache_clear)
 
 
 class StateCache:
@@ -97,12 +102,13 @@ class StateCache:
             rows[:, :, :length] = part
             self._state.write_state(name, rows)
 
-    def fill(self, length: int, seed: int) -> None:
-        generator = np.random.default_rng(seed)
-        shape = (*self._shape[:2], length, self._shape[3])
-        self.write(
-            {name: generator.standard_normal(shape, np.float32).astype(np.float16) for name in self._names}, length
-        )
+    def fill(self, past: int, length: int, seed: int) -> None:
+        generator, rows = np.random.default_rng(seed), self.read(past)
+        shape = (*self._shape[:2], length - past, self._shape[3])
+        for name in self._names:
+            noise = generator.standard_normal(shape, np.float32).astype(np.float16)
+            rows[name] = np.concatenate([rows[name], noise], axis=2)
+        self.write(rows, length)
 
     def close(self) -> None:
         self._state = None

@@ -10,8 +10,6 @@ import ctypes
 import hashlib
 import io
 import os
-import threading
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -36,7 +34,11 @@ class Cache(Protocol):
 
     def evaluate(self, tokens: np.ndarray, past: int, every: bool) -> np.ndarray:
         """Writes the rows of tokens [n] int32 after the first `past`; returns the logits after each of them [n, V]
-        float32, or after the last [1, V]."""
+        float32, or after the last [1, V].
+
+        There may be rows after the first `past`: of a rewind, or of a call that an exception of a signal handler
+        ended. Raises `Cancelled`, with the first `past` rows as they were, where it heard of that.
+        """
 
     def rewind(self, length: int) -> None:
         """The rows from `length` on are no longer needed."""
@@ -45,20 +47,24 @@ class Cache(Protocol):
         """The first rows, to be kept; `write` takes them back."""
 
     def write(self, parts: dict[str, np.ndarray], length: int) -> None:
-        """Raises `InputError` for parts of another shape."""
+        """Raises `InputError` for parts of another shape, and is then as it was."""
 
-    def fill(self, length: int, seed: int) -> None:
-        """Noise instead of rows, or an `InputError`."""
+    def fill(self, past: int, length: int, seed: int) -> None:
+        """Noise as the rows from `past` on."""
 
     def close(self) -> None: ...
 
 
+# (context, largest chunk, not 0 while an evaluation is to stop) -> the cache of a session.
+NewCache = Callable[[int, int, ctypes.c_int32], Cache]
+
+
 class HostedModel(Closable):
-    """What the models of these engines have in common. `new_cache(context)` makes the cache of a session."""
+    """What the models of these engines have in common."""
 
     _what = "model"
 
-    def __init__(self, package: Package, engine: str, new_cache: Callable[[int], Cache], close: Callable[[], None]):
+    def __init__(self, package: Package, engine: str, new_cache: NewCache, close: Callable[[], None]) -> None:
         super().__init__()
         config, cache = package.config, package.manifest.get("cache")
         self.package, self.new_cache, self._close_engine = package, new_cache, close
@@ -81,8 +87,11 @@ class HostedModel(Closable):
                 f"overflow: rows cannot be moved in a {self.package.target} package; use 'error' and rewind, "
                 "or export to onnx or executorch"
             )
+        for name in ("sinks", "window", "block"):
+            if getattr(options, name):
+                raise InputError(f"{name}: belongs to an overflow option that a {self.package.target} package has not")
         with self._call():
-            return HostedSession(self, options.context)
+            return HostedSession(self, options.context, options.prefill_chunk)
 
     def trim(self, level: int) -> None:
         """There is nothing that the engine would give back."""
@@ -107,45 +116,52 @@ def refuse_options(package: Package, options: ModelOptions, *, threads: bool) ->
 
 
 class HostedSession(Closable):
-    """An `EngineSession` on a `Cache`."""
+    """An `EngineSession` on a `Cache`.
+
+    An exception out of a signal handler may end any of this anywhere. So what is known of the cache is never more
+    than what is in it: it is forgotten before the cache changes, and noted after.
+    """
 
     _what = "session"
 
-    def __init__(self, model: HostedModel, context: int) -> None:
+    def __init__(self, model: HostedModel, context: int, chunk: int) -> None:
         super().__init__()
-        self._model, self._context = model, context
-        self._cache = model.new_cache(context)
+        self._model, self._context, self._chunk = model, context, chunk
+        self._cancelled = ctypes.c_int32()
+        self._cache = model.new_cache(context, chunk, self._cancelled)
         self._tokens: list[int] = []
         self._logits: np.ndarray | None = None
         self._sampler = _native.SamplerOptions(top_p=1.0, repetition_penalty=1.0)
-        self._cancelled = threading.Event()
 
     def evaluate(self, tokens: np.ndarray, logits: np.ndarray | None) -> None:
         with self._call():
-            if len(self._tokens) + len(tokens) > self._context:
-                raise ContextFull(
-                    f"{len(tokens)} more tokens do not fit: {len(self._tokens)} of the context of {self._context} "
-                    "are used; rewind the session or open one with a larger context"
-                )
+            self._check_fits(len(tokens))
             most = self._cache.most_tokens
             for begin in range(0, len(tokens), most):
-                if self._cancelled.is_set():
-                    self._cancelled.clear()
-                    raise Cancelled("The evaluation was cancelled.")
                 part = tokens[begin : begin + most]
+                after = self._evaluate(part, logits is not None)
                 self._logits = None
-                after = self._cache.evaluate(part, len(self._tokens), logits is not None)
                 self._tokens += part.tolist()
                 self._logits = after[-1].astype(np.float32)
                 if logits is not None:
                     logits[begin : begin + len(part)] = after
+
+    def _evaluate(self, tokens: np.ndarray, every: bool) -> np.ndarray:
+        try:
+            if self._cancelled.value:
+                raise Cancelled("The evaluation was cancelled.")
+            return self._cache.evaluate(tokens, len(self._tokens), every)
+        except Cancelled:
+            self._cancelled.value = 0
+            raise
 
     def logits(self) -> np.ndarray:
         with self._call():
             return self._known_logits().copy()
 
     def set_sampler(self, options: _native.SamplerOptions) -> None:
-        self._sampler = options
+        with self._call():
+            self._sampler = options
 
     def sample(self) -> int:
         with self._call():
@@ -179,14 +195,17 @@ class HostedSession(Closable):
 
     def fill(self, length: int, seed: int) -> None:
         with self._call():
-            if length > self._context:
-                raise ContextFull(f"{length} tokens do not fit into the context of {self._context}")
-            self._cache.fill(length, seed)
-            self._tokens += [0] * (length - len(self._tokens))
-            self._logits = None
+            more = length - len(self._tokens)
+            if more < 0:
+                raise InputError(f"cannot fill up to {length} tokens: the session holds {len(self._tokens)}")
+            self._check_fits(more)
+            if more:
+                self._logits = None
+                self._cache.fill(len(self._tokens), length, seed)
+                self._tokens += [0] * more
 
     def cancel(self) -> None:
-        self._cancelled.set()
+        self._cancelled.value = 1
 
     def save(self, path: bytes) -> None:
         with self._call():
@@ -196,7 +215,10 @@ class HostedSession(Closable):
             archive = io.BytesIO()
             tokens = np.asarray(self._tokens, np.int32)
             np.savez(archive, version=_VERSION, fingerprint=self._model.info.fingerprint, tokens=tokens, **parts)
-            files.write_atomically(Path(os.fsdecode(path)), archive.getvalue())
+            try:
+                files.write_atomically(Path(os.fsdecode(path)), archive.getbuffer())
+            except OSError as error:
+                raise InputError(f"{os.fsdecode(path)}: cannot be written ({error.strerror})") from None
 
     def restore(self, path: bytes) -> None:
         with self._call():
@@ -215,30 +237,42 @@ class HostedSession(Closable):
             if len(tokens) > self._context:
                 raise ContextFull(f"{name}: its {len(tokens)} tokens do not fit into the context of {self._context}")
             parts = {key.removeprefix("cache."): part for key, part in saved.items() if key.startswith("cache.")}
+            before = self._tokens, self._logits
+            self._tokens, self._logits = [], None
             try:
                 self._cache.write(parts, len(tokens))
             except InputError as error:
+                self._tokens, self._logits = before
                 raise InputError(f"{name}: is damaged ({error})") from None
             self._tokens, self._logits = tokens.tolist(), logits
 
     def fork(self) -> HostedSession:
         with self._call():
-            other = HostedSession(self._model, self._context)
+            other = HostedSession(self._model, self._context, self._chunk)
             other._cache.write(self._cache.read(len(self._tokens)), len(self._tokens))
             other._tokens, other._logits = list(self._tokens), self._logits
             return other
 
     def tokens(self) -> np.ndarray:
-        return np.asarray(self._tokens, np.int32)
+        with self._call():
+            return np.asarray(self._tokens, np.int32)
 
     def info(self) -> _native.SessionInfo:
-        return _native.SessionInfo(
-            length=len(self._tokens),
-            context=self._context,
-            cache_used=len(self._tokens) * self._model.info.cache_bytes_per_token,
-            cache_committed=self._cache.bytes,
-            cache_reserved=self._cache.bytes,
-        )
+        with self._call():
+            return _native.SessionInfo(
+                length=len(self._tokens),
+                context=self._context,
+                cache_used=len(self._tokens) * self._model.info.cache_bytes_per_token,
+                cache_committed=self._cache.bytes,
+                cache_reserved=self._cache.bytes,
+            )
+
+    def _check_fits(self, more: int) -> None:
+        if len(self._tokens) + more > self._context:
+            raise ContextFull(
+                f"{more} more tokens do not fit: {len(self._tokens)} of the context of {self._context} "
+                "are used; rewind the session or open one with a larger context"
+            )
 
     def _known_logits(self) -> np.ndarray:
         if self._logits is None:
@@ -256,15 +290,21 @@ class HostedSession(Closable):
 
 
 def _read_snapshot(name: str) -> dict[str, np.ndarray]:
+    foreign = f"{name}: is no snapshot of such a session, or a damaged one"
     try:
         with np.load(name, allow_pickle=False) as archive:
             if (version := int(archive["version"])) != _VERSION:
                 raise InputError(f"{name}: is a snapshot of version {version}, this edge-qkv reads {_VERSION}")
-            return {key: archive[key] for key in ("fingerprint", "tokens", *archive.files)}
+            parts = {key: archive[key] for key in ("fingerprint", "tokens", *archive.files)}
+    except InputError:
+        raise
     except OSError as error:
         raise InputError(f"{name}: cannot be read ({error.strerror or one_line(error)})") from None
-    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{name}: is no snapshot of such a session, or a damaged one ({one_line(error)})") from None
+    except Exception as error:  # NumPy and zipfile raise many kinds for what they cannot read
+        raise InputError(f"{foreign} ({one_line(error)})") from None
+    if not all(isinstance(part, np.ndarray) for part in parts.values()):
+        raise InputError(f"{foreign} (it holds files that are no arrays)")
+    return parts
 
 
 def _fingerprint(package: Package) -> bytes:

@@ -49,9 +49,9 @@ namespace {
 SamplerOptions sampler_options(const eqkv_sampler_options* given) {
   require(given, "options");
   const SamplerOptions d;
-  const eqkv_sampler_options o =
-      read_options(given, {0, d.temperature, d.top_k, d.top_p, d.min_p, d.repetition_penalty,
-                           d.repetition_window, d.seed});
+  const eqkv_sampler_options o = read_options(
+      given,
+      {0, d.temperature, d.top_k, d.top_p, d.min_p, d.repetition_penalty, d.repetition_window, d.seed});
   return {o.temperature, o.top_k, o.top_p, o.min_p, o.repetition_penalty, o.repetition_window, o.seed};
 }
 
@@ -283,6 +283,10 @@ eqkv_status eqkv_sample(const float* logits, size_t vocab_size, const int32_t* t
     if (!known) throw Error(EQKV_INVALID_ARGUMENT, "A token of the history is not in the vocabulary.");
     *token = Sampler(sampler_options(options)).sample(logits, vocab_size, {tokens, tokens + count});
   });
+}
+
+bool eqkv_is_set(void* flag) {
+  return __atomic_load_n(static_cast<int32_t*>(flag), __ATOMIC_RELAXED) != 0;
 }
 
 eqkv_status eqkv_session_sample(eqkv_session* session, int32_t* token) {

@@ -14,6 +14,7 @@
 #ifndef EDGE_QKV_H_
 #define EDGE_QKV_H_
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -257,10 +258,15 @@ EQKV_API eqkv_status eqkv_session_set_sampler(eqkv_session* session,
 /* Chooses the next token from the last logits. It is not appended: evaluate it to go on. */
 EQKV_API eqkv_status eqkv_session_sample(eqkv_session* session, int32_t* token);
 
-/* The same choice for a caller that has its logits from elsewhere, as on Core ML: logits [vocab_size] after
- * `tokens`, the whole text so far. */
+/* The same choice for a caller that has its logits from elsewhere, as on Core ML: logits [vocab_size]
+ * after `tokens`, the whole text so far. */
 EQKV_API eqkv_status eqkv_sample(const float* logits, size_t vocab_size, const int32_t* tokens,
                                  size_t count, const eqkv_sampler_options* options, int32_t* token);
+
+/* Whether the int32_t at `flag`, which any thread may set, is not 0. For an engine of the caller's that
+ * asks while it computes whether it is to stop, as llama.cpp does: a caller in Python need not be asked
+ * itself. */
+EQKV_API bool eqkv_is_set(void* flag);
 
 /* Forgets all but the first `length` tokens. The next evaluate goes on from there. */
 EQKV_API eqkv_status eqkv_session_rewind(eqkv_session* session, int64_t length);
