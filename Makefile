@@ -1,4 +1,4 @@
-# `make demo` and `make test` set up everything they need in .venv, from a fresh clone.
+# `make demo`, `make bench` and `make test` set up everything they need in .venv, from a fresh clone.
 PYTHON ?= python3
 # One exact release: it comes as a CPU build where the index has one, and is what the project is tested with.
 TORCH ?= torch==2.13.0
@@ -10,11 +10,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find runtime -name '*.cpp' -o -name '*.h' -o -name '*.cmake' -o -name '*.txt' 2>/dev/null)
 
-.PHONY: demo test test-llama lint format clean
+.PHONY: demo bench test test-llama lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
 	$(BIN)/edge-qkv demo --output demo
+
+# Of the bundled model, in two minutes; `edge-qkv bench 1.2B/Q-MQA` measures a published size.
+bench: $(VENV)/installed
+	$(BIN)/edge-qkv export edge_qkv/bundled --output build/bench/shakespeare
+	$(BIN)/edge-qkv bench build/bench/shakespeare --output build/bench
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest

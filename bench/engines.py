@@ -1,27 +1,27 @@
 """Packages side by side: the same model for another engine, with other weights, with another cache.
 
-    python -m edge_qkv.bench.engines PACKAGE PACKAGE --packed DIR
+    edge-qkv bench engines PACKAGE PACKAGE --packed DIR
 
-Every measurement runs in a process of its own, which this module starts with --measure.
+Every measurement runs in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from edge_qkv import EdgeQKVError, InputError, Package, plan
-from edge_qkv.bench.common import command_line, run
-from edge_qkv.bench.one_package import PREFILL, ROUNDED_TOLERANCE, TOLERANCE, Request, measure
+from edge_qkv import InputError, Package, plan
+from edge_qkv.bench.common import add_measuring, command_line, run
+from edge_qkv.bench.figures import figure, written
+from edge_qkv.bench.one_package import PREFILL, Request, packed_files
+from edge_qkv.bench.processes import Processes
+from edge_qkv.bench.speed import ROUNDED_TOLERANCE, TOKENS, TOLERANCE
 from edge_qkv.checks import thread_count, whole
-from edge_qkv.errors import one_line
 from edge_qkv.package import MANIFEST
 from edge_qkv.tables import size, table
 
@@ -34,7 +34,7 @@ EXAMPLES = f"""\
 the same model for two engines, as exported and with packed weights:
   edge-qkv export checkpoint.pt --weights int4 --output onnx
   edge-qkv export checkpoint.pt --target executorch --weights 8da4w --output executorch
-  python -m edge_qkv.bench.engines onnx executorch --packed packed
+  edge-qkv bench engines onnx executorch --packed packed
 
 what is measured, each in a process of its own:
   load, cold  opening the model after the pages of its files were dropped from the page cache, the engine's own library
@@ -43,7 +43,7 @@ what is measured, each in a process of its own:
               are mapped: those are read when the first token needs them.
   memory      of the process, as the kernel counts it, beyond what it had before the model was opened
   prefill     {PREFILL} tokens into an empty cache
-  decode      one token at each depth; the cache is filled with noise, which costs the same as text
+  decode      up to {TOKENS} tokens after each depth; the cache is filled with noise, which costs the same as text
 
 Packages take turns, every other round in the opposite order, so that what else the machine does meets all of them.
 A figure is the median of the rounds (least..most); "x" is its ratio to the first column.
@@ -69,14 +69,14 @@ class Column:
         """Of each figure the median, the least and the most, and the ratio to that of `first`."""
         found = {}
         for name, values in self.values.items():
-            middle, base = median(values), median(first.values[name])
-            ratio = middle / base if base > 0 else None
-            found[name] = {"median": middle, "least": min(values), "most": max(values), "ratio": ratio}
+            found[name], base = figure(values), figure(first.values[name])["median"]
+            found[name]["ratio"] = found[name]["median"] / base if base > 0 else None
         return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command_line("engines", SUMMARY, 3, "rounds", EXAMPLES)
+    parser = command_line("engines", SUMMARY, EXAMPLES)
+    add_measuring(parser, 3, "rounds")
     add = parser.add_argument
     add("packages", nargs="+", metavar="PACKAGE", help="directory written by edge-qkv export; the first is the measure")
     add("--packed", type=Path, metavar="DIR", help="also measure with packed weights, in DIR or packed there first")
@@ -88,21 +88,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help=f"tokens in the cache; default: {default}, as far as all go",
     )
-    add("--measure", help=argparse.SUPPRESS)  # one measurement, in this process: the fields of a Request as JSON
     return run(parser, _compare, argv)
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    if arguments.measure:
-        print(json.dumps(measure(Request(**json.loads(arguments.measure)))))
-        return
     repeats = whole(arguments.repeats, "--repeats", 1)
     threads = thread_count(arguments.threads)
     packages = [Package.open(path) for path in arguments.packages]
     depths = _depths(packages, arguments.depths)
     threads = plan(packages[0], context=PREFILL, threads=threads).threads  # how many, where it is one for each core
     columns = _columns(packages, arguments.packed)
-    bench = _Bench(threads, depths, len(columns) * (1 + repeats * len(ROUND)) + sum(bool(c.packed) for c in columns))
+    context = min(max(*depths, PREFILL) + TOKENS, *(package.config.max_positions for package in packages))
+    processes = len(columns) * (1 + repeats * len(ROUND)) + sum(bool(column.packed) for column in columns)
+    bench = _Bench(threads, depths, context, processes)
     for column in columns:
         _prepare(bench, column)
         column.facts["same_next_tokens"] = _same_next_tokens(columns[0], column)
@@ -117,7 +115,7 @@ def _compare(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(_as_json(columns, threads, repeats, depths), indent=2))
         return
-    print(_table(columns, depths))
+    print(_table(columns, depths, min(depths[-1] + TOKENS, context)))
     print(f"\nthreads: {threads}, rounds: {repeats}; median (least..most), x: ratio to the first column")
     for column in columns:
         if (stayed := column.facts["cached_after_drop"]) > COLD:
@@ -125,29 +123,16 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 class _Bench:
-    """Starts the processes, one at a time, and says so."""
+    """What all measurements have in common."""
 
-    def __init__(self, threads: int, depths: list[int], processes: int) -> None:
-        self.threads, self.depths, self.processes, self.started = threads, depths, processes, 0
+    def __init__(self, threads: int, depths: list[int], context: int, total: int) -> None:
+        self.threads, self.depths, self.context, self.processes = threads, depths, context, Processes(total)
 
     def measure(self, kind: str, column: Column, when: str = "") -> dict:
-        self.started += 1
-        print(f"[{self.started}/{self.processes}] {when}{column.name}: {kind}", file=sys.stderr, flush=True)
         package, packed = str(column.package.path), None if column.packed is None else str(column.packed)
-        request = Request(kind, package, packed, self.threads, self.depths, [str(file) for file in column.files])
-        command = [sys.executable, "-m", "edge_qkv.bench.engines", package, "--measure", json.dumps(asdict(request))]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode == 0:
-            return json.loads(done.stdout)
-        if done.returncode == 130:  # the terminal sends Ctrl-C to both
-            raise KeyboardInterrupt
-        last = (done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"])[-1]
-        if done.returncode == 2:
-            raise EdgeQKVError(last.removeprefix("edge_qkv.bench.engines: "))
-        what = f"killed by signal {-done.returncode}" if done.returncode < 0 else one_line(Exception(last))
-        raise EdgeQKVError(
-            f"{package}: its process failed during {kind} ({what}); close what needs memory and try again"
-        )
+        files = [str(file) for file in column.files]
+        request = Request(kind, package, packed, self.threads, self.depths, files, context=self.context)
+        return self.processes.measure(request, f"{when}{column.name}: {kind}")
 
 
 def _depths(packages: list[Package], asked: list[int] | None) -> list[int]:
@@ -188,16 +173,9 @@ def _prepare(bench: _Bench, column: Column) -> None:
     column.files = [package.path / name for name in (MANIFEST, *package.manifest["files"])]
     column.facts["file_bytes"] = package.weight_bytes
     if column.packed is not None:
-        packed = _packed_files(column.packed, column.facts)
+        packed = packed_files(column.packed, column.facts)
         column.facts["packed_bytes"] = sum(file.stat().st_size for file in packed)
         column.files += packed
-
-
-def _packed_files(directory: Path, facts: dict[str, Any]) -> list[Path]:
-    """Those of this model by this engine; see runtime/engines/packed.h."""
-    markers = directory.glob(f"packed-{facts['fingerprint'][:16]}-*/packed.txt")
-    made = [marker.parent for marker in markers if f"\n{facts['engine']} " in marker.read_text()]
-    return sorted(file for folder in made for file in folder.iterdir())
 
 
 def _same_next_tokens(first: Column, column: Column) -> int | None:
@@ -225,16 +203,18 @@ def _as_json(columns: list[Column], threads: int, repeats: int, depths: list[int
     }
 
 
-def _table(columns: list[Column], depths: list[int]) -> str:
+def _table(columns: list[Column], depths: list[int], cached: int) -> str:
     rows = [
         (label, *(text(column.facts) for column in columns))
         for label, text in _FACT_ROWS.items()
         if any(text(column.facts) for column in columns)
     ]
-    full = f"{depths[-1] + 1:,} cached"
+    full = f"{cached:,} cached"
     labels = {
         "load_cold_ms": "load, cold, ms",
         "load_warm_ms": "load, warm, ms",
+        "first_token_cold_ms": "first token, cold, ms",
+        "first_token_warm_ms": "first token, warm, ms",
         "loaded_resident": "resident, loaded, MiB",
         "loaded_anonymous": "anonymous, loaded, MiB",
         "prefill_tokens_per_second": f"prefill of {PREFILL}, tokens/s",
@@ -275,11 +255,8 @@ def _of_prefill(count: int | None) -> str:
 
 def _cell(label: str, figure: dict[str, float | None], with_ratio: bool) -> str:
     scale = 2**20 if label.endswith("MiB") else 1
-    digits = 0 if label.endswith("bytes") else 1 if figure["median"] >= 10 * scale else 2
-    middle, least, most = (f"{figure[name] / scale:,.{digits}f}" for name in ("median", "least", "most"))
-    spread = "" if least == most else f" ({least}..{most})"
     ratio = "" if not with_ratio or figure["ratio"] is None else f"  {figure['ratio']:.2f}x"
-    return middle + spread + ratio
+    return written(figure, scale) + ratio
 
 
 if __name__ == "__main__":

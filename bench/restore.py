@@ -1,6 +1,6 @@
 """What a snapshot saves: restoring a conversation beside the prefill that it replaces.
 
-    python -m edge_qkv.bench.restore PACKAGE --tokens 32767
+    edge-qkv bench restore PACKAGE --tokens 32767
 
 The prefill is measured at several depths, a chunk each, and summed up over the conversation; --whole runs all of it.
 """
@@ -11,21 +11,22 @@ import argparse
 import json
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from edge_qkv import EdgeQKVError, Model, Session
-from edge_qkv.bench.common import command_line, run
+from edge_qkv.bench.common import add_measuring, command_line, run
+from edge_qkv.bench.figures import figure, seconds, written
 from edge_qkv.tables import size, table
 
 DEPTHS = 8
 TOKENS = 32767
 
 
-def measure(model: Model, tokens: int, folder: Path, repeats: int, whole: bool) -> dict[str, float]:
-    """Seconds to prefill, save and restore a conversation of `tokens`, and bytes of its snapshot."""
+def measure(model: Model, tokens: int, folder: Path, repeats: int, whole: bool) -> dict[str, Any]:
+    """Seconds to prefill and figures of saving and restoring a conversation of `tokens`, and bytes of its snapshot."""
     path = folder / "snapshot"
     context = min(tokens + 1, model.info.context)
     with Session(model, context=context) as session:
@@ -33,56 +34,40 @@ def measure(model: Model, tokens: int, folder: Path, repeats: int, whole: bool) 
         session.rewind(0)
         session.fill(tokens - 1)
         session.evaluate([0])
-        save = _median(repeats, lambda: session.save(path))
+        saves = [1e3 * seconds(lambda: session.save(path)) for _ in range(repeats)]
         logits = session.logits()
     restores = []
     for _ in range(repeats):
         with Session(model, context=context) as session:
-            began = time.perf_counter()
-            session.restore(path)
-            restores.append(time.perf_counter() - began)
+            restores.append(1e3 * seconds(lambda session=session: session.restore(path)))
             if session.logits().tobytes() != logits.tobytes():
                 raise EdgeQKVError("the restored logits differ from those that were saved")
-    restore = median(restores)
     return {
         "tokens": tokens,
         "snapshot_bytes": path.stat().st_size,
         "prefill_seconds": prefill,
         "prefill_measured": "whole" if whole else f"chunks at {DEPTHS} depths",
-        "save_seconds": save,
-        "restore_seconds": restore,
-        "prefill_over_restore": prefill / restore,
+        "save_ms": figure(saves),
+        "restore_ms": figure(restores),
+        "prefill_over_restore": prefill * 1e3 / median(restores),
     }
 
 
 def _whole_prefill(session: Session, tokens: int) -> float:
-    began = time.perf_counter()
-    session.evaluate([i % 100 for i in range(tokens)], _progress)
-    return time.perf_counter() - began
+    return seconds(lambda: session.evaluate([i % 100 for i in range(tokens)], _progress))
 
 
 def _sampled_prefill(session: Session, tokens: int) -> float:
     chunk = min(session.prefill_chunk, tokens)
-    seconds = []
+    times = []
     for step in range(DEPTHS):
         depth = (tokens - chunk) * step // (DEPTHS - 1)
         session.rewind(0)
         session.fill(depth)
-        began = time.perf_counter()
-        session.evaluate([0] * chunk)
-        seconds.append(time.perf_counter() - began)
+        times.append(seconds(lambda: session.evaluate([0] * chunk)))
     # Trapezoids between the depths: what a token costs grows evenly with depth.
-    mean = (sum(seconds) - (seconds[0] + seconds[-1]) / 2) / (DEPTHS - 1)
+    mean = (sum(times) - (times[0] + times[-1]) / 2) / (DEPTHS - 1)
     return mean * tokens / chunk
-
-
-def _median(repeats: int, action: Callable[[], None]) -> float:
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - began)
-    return median(seconds)
 
 
 def _progress(done: int, total: int) -> None:
@@ -92,7 +77,8 @@ def _progress(done: int, total: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     summary = "Restoring a conversation beside the prefill that it replaces."
-    parser = command_line("restore", summary, 5, "measurements of saving and restoring")
+    parser = command_line("restore", summary)
+    add_measuring(parser, 5, "measurements of saving and restoring")
     parser.add_argument("package", help="directory written by edge-qkv export")
     parser.add_argument(
         "--tokens", type=int, help=f"length of the conversation; default: {TOKENS:,}, or what the model allows"
@@ -111,12 +97,17 @@ def _report(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(figures, indent=2))
         return
-    rows = [
-        ("prefill", f"{figures['prefill_seconds']:.1f} s", figures["prefill_measured"]),
-        ("save", f"{figures['save_seconds'] * 1e3:.0f} ms", size(figures["snapshot_bytes"])),
-        ("restore", f"{figures['restore_seconds'] * 1e3:.1f} ms", f"{figures['prefill_over_restore']:,.0f}x faster"),
+    print(table(rows(figures), (f"{figures['tokens']:,} tokens", "time", "")))
+
+
+def rows(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """What was measured, as rows of a table."""
+    save, restore = (written(figures[name]) for name in ("save_ms", "restore_ms"))
+    return [
+        ("prefill", f"{figures['prefill_seconds']:.2f} s", figures["prefill_measured"]),
+        ("save", f"{save} ms", size(figures["snapshot_bytes"])),
+        ("restore", f"{restore} ms", f"{figures['prefill_over_restore']:,.0f}x faster"),
     ]
-    print(table(rows, (f"{figures['tokens']:,} tokens", "time", "")))
 
 
 if __name__ == "__main__":

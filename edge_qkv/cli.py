@@ -1,4 +1,4 @@
-"""The command line: `edge-qkv export | run | pack | inspect | plan | train | demo`."""
+"""The command line: `edge-qkv export | run | pack | inspect | plan | bench | train | demo`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ examples:
   edge-qkv run model --prompt "Once upon a time"
   edge-qkv inspect random:1.2B/Q-MQA
   edge-qkv plan model --memory 512MB
+  edge-qkv bench model --output results
   edge-qkv train --data corpus.txt --output checkpoint --variant Q-MQA
   edge-qkv demo
 """
@@ -40,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as after Ctrl-C
+        argv = list(sys.argv[1:] if argv is None else argv)
+        if argv[:1] == ["bench"]:  # has commands of its own
+            return _bench(argv[1:])
         arguments = _parser().parse_args(argv)
         return arguments.command(arguments) or 0
     except EdgeQKVError as error:
@@ -110,6 +114,12 @@ def _inspect(arguments: argparse.Namespace) -> None:
     print(json.dumps(facts, indent=2) if arguments.json else describe(arguments.path, facts))
 
 
+def _bench(argv: Sequence[str]) -> int:
+    from edge_qkv.bench.__main__ import main as bench
+
+    return bench(argv)
+
+
 def _train(arguments: argparse.Namespace) -> None:
     _need("torch", "export")
     from edge_qkv.recipe import Recipe
@@ -176,6 +186,11 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("path", help="package, checkpoint, or random:PRESET such as random:1.2B/Q-MQA")
     added.add_argument("--json", action="store_true", help="print JSON")
     _add_plan(command("plan", plan_command.run, plan_command.SUMMARY))
+    command(
+        "bench",
+        lambda _: _bench([]),
+        "Measure a package on this machine; edge-qkv bench --help says what else it does.",
+    )
     _add_train(command("train", _train, "Train a small model on a text file; stop it and it goes on where it was."))
     added = command("demo", _demo, "Export the bundled model for each engine, write text, and show the memory table.")
     added.add_argument("--output", type=Path, default=Path("demo"), help="directory for the packages")

@@ -52,12 +52,14 @@ def package(tmp_path_factory):
 
 
 def test_decodes_at_depth_0_and_32767(package, capsys):
-    figures = _json("-m", "edge_qkv.bench.depth", package, "--depths", 0, CONTEXT - 1, "--repeats", 3, "--json")
-    loaded, (shallow, full) = figures["loaded"], figures["depths"]
+    options = ("--only", "decode", "--depths", 0, CONTEXT - 1, "--repeats", 3, "--json")
+    decode = _json("-m", "edge_qkv.bench", package, *options)["decode"]
+    loaded, full = decode["loaded"], decode["depths"][-1]["memory"]
     with capsys.disabled():
-        times = f"decode {shallow['median_ms']:.0f} ms at depth 0, {full['median_ms']:.0f} ms at 32,767"
+        first, last = (row["ms_per_token"]["median"] for row in decode["depths"])
+        times = f"decode {first:.0f} ms at depth 0, {last:.0f} ms at 32,767"
         loaded_text = f"loaded {loaded['resident']:,} (anonymous {loaded['anonymous']:,})"
-        full_text = f"full {full['resident']:,} (anonymous {full['anonymous']:,}), peak {full['peak_resident']:,}"
+        full_text = f"full {full['resident']:,} (anonymous {full['anonymous']:,}), peak {full['peak']:,}"
         print(f"\n1.2B Q-MQA int4: {times}; cache {full['cache_used']:,} bytes; memory {loaded_text}, {full_text}")
     assert full["cache_used"] == full["cache_reserved"] == full["cache_committed"] == CACHE_BYTES
     assert loaded["cache_committed"] < CACHE_BYTES / 100
@@ -104,8 +106,8 @@ def test_it_runs_in_a_hard_limit_equal_to_its_budget(package, context, capsys):
 def test_restoring_replaces_a_prefill(package, capsys):
     figures = _json("-m", "edge_qkv.bench.restore", package, "--tokens", CONTEXT - 1, "--repeats", 3, "--json")
     with capsys.disabled():
-        restore, prefill = figures["restore_seconds"], figures["prefill_seconds"]
-        saved = f"{figures['snapshot_bytes']:,} bytes in {restore * 1e3:.0f} ms"
+        restore, prefill = figures["restore_ms"]["median"], figures["prefill_seconds"]
+        saved = f"{figures['snapshot_bytes']:,} bytes in {restore:.0f} ms"
         print(f"\n1.2B Q-MQA int4: 32,767 tokens restored from {saved}, a prefill takes {prefill:.0f} s")
     assert 0 < figures["snapshot_bytes"] - CACHE_BYTES < 1e6  # tokens, logits, and less than a page a layer
 

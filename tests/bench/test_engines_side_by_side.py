@@ -17,13 +17,16 @@ import pytest
 from conftest import hears_ctrl_c
 from edge_qkv import EdgeQKVError, Session
 from edge_qkv.bench import engines, page_cache
-from edge_qkv.bench.one_package import PREFILL, TOLERANCE, difference
+from edge_qkv.bench.one_package import PREFILL, difference
+from edge_qkv.bench.speed import TOLERANCE
 from edge_qkv.export import TARGETS
 from edge_qkv.package import Package
 
 FIGURES = {
     "load_cold_ms",
     "load_warm_ms",
+    "first_token_cold_ms",
+    "first_token_warm_ms",
     "loaded_resident",
     "loaded_anonymous",
     "prefill_tokens_per_second",
@@ -93,7 +96,7 @@ def test_a_table_with_packed_weights(tiny_package, tmp_path, capsys):
     rows = {line[:38].strip(): line[38:].split() for line in lines}
     assert rows["decode at 5, ms/token"][-1].endswith("x") and "decode at 40, ms/token" in rows
     assert rows["packing"][-1] == "s" and rows["packed files"][-1] in ("B", "KiB")
-    assert rows["cache, 41 cached, bytes"] == [f"{41 * 2 * 8 * 4:,}"] * 2 + ["1.00x"]
+    assert rows["cache, 48 cached, bytes"] == [f"{48 * 2 * 8 * 4:,}"] * 2 + ["1.00x"]
     assert rows["next tokens as the first column's"] == ["64", "of", "64"] * 2
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "packed").rglob("*")}
     assert engines.main([*arguments, "--json"]) == 0
@@ -114,7 +117,7 @@ def refused(capsys):
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err and "round" not in captured.err and captured.out == ""
         last = captured.err.splitlines()[-1]
-        assert last.startswith("edge_qkv.bench.engines: ")
+        assert last.startswith("edge-qkv bench engines: ")
         return last
 
     return run
@@ -191,4 +194,4 @@ def test_ctrl_c_ends_it_without_a_trace(tiny_package, send):
     send(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130 and out == ""
-    assert err.endswith("edge_qkv.bench.engines: stopped\n") and "Traceback" not in err
+    assert err.endswith("edge-qkv bench engines: stopped\n") and "Traceback" not in err

@@ -1,0 +1,27 @@
+"""`edge-qkv bench`: measures a package, or does one of the named benchmarks.
+
+Each is a module here with `main(argv) -> exit code`; a further one is a further line of `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+# Name of a benchmark -> its module. Any other first word is the package that `measure` takes.
+COMMANDS = {name: f"edge_qkv.bench.{name}" for name in ("compare", "engines", "restore", "variants")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `edge-qkv bench ARGV`; returns 0, 2 after an error a user can act on, 130 after Ctrl-C."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] and argv[0] in COMMANDS:
+        return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+    from edge_qkv.bench import measure
+
+    return measure.main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
