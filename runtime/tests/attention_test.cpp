@@ -2,13 +2,10 @@
 // scores, full softmax, rotations by angle difference.
 //
 // Runs on the instruction set in use (EDGE_QKV_ISA forces one). --quick runs a reduced list, for
-// emulators;
-// --bench prints times instead.
-#include <chrono>
+// emulators.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 #include <iterator>
 #include <limits>
 #include <string>
@@ -484,66 +481,6 @@ bool forced_choice(Pool&) {
   return isa_error() == nullptr;
 }
 
-// ---- times ----
-
-struct Times {
-  double median, best;  // ms
-};
-
-Times measure(int repeats, const std::function<void()>& f) {
-  std::vector<double> times;
-  for (int i = 0; i < repeats; ++i) {
-    const auto start = std::chrono::steady_clock::now();
-    f();
-    const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
-    times.push_back(took.count());
-  }
-  std::sort(times.begin(), times.end());
-  return {times[repeats / 2], times[0]};
-}
-
-int bench() {
-  struct {
-    const char* name;
-    int layers;
-    Case c;
-    CacheType type = CacheType::kFloat16;
-  } const table[] = {
-      {"decode, 32 heads on 1, depth 32768, int8", 22, {1, 32768, 32, 1, 64}, CacheType::kInt8},
-      {"prefill of 64 tokens, 32 heads on 1, depth 4096, int8",
-       22,
-       {64, 4096, 32, 1, 64},
-       CacheType::kInt8},
-      {"decode, 32 heads on 1, depth 32768, window 1024, 4 sinks",
-       22,
-       {1, 32768, 32, 1, 64, Rotary::kNone, 0, false, 1, 1024, 4}},
-      {"decode, 32 heads on 1, depth 32768", 22, {1, 32768, 32, 1, 64}},
-      {"the same, conjugate rotary", 22, {1, 32768, 32, 1, 64, Rotary::kConjugate, 64}},
-      {"the same, rotary on read", 22, {1, 32768, 32, 1, 64, Rotary::kOnRead, 64}},
-      {"decode, 32 heads on 8, separate values, depth 4096",
-       22,
-       {1, 4096, 32, 8, 64, Rotary::kNone, 0, true}},
-      {"decode, 32 heads on 32, separate values, depth 4096",
-       2,
-       {1, 4096, 32, 32, 64, Rotary::kNone, 0, true}},
-      {"prefill of 64 tokens, 32 heads on 1, depth 4096", 22, {64, 4096, 32, 1, 64}},
-  };
-  for (const auto& row : table) {
-    std::vector<Problem> layers;
-    for (int i = 0; i < row.layers; ++i) layers.emplace_back(row.c, row.type);
-    for (int threads : {1, 2}) {
-      Pool pool(threads);
-      std::vector<char> workspace(attention_workspace_bytes(layers[0].p, threads));
-      const Times ms = measure(9, [&] {
-        for (Problem& layer : layers) attention(layer.p, workspace.data(), threads, pool.handle());
-      });
-      std::printf("%-52s %2d layers, %d threads: median %8.2f ms, best %8.2f ms\n", row.name, row.layers,
-                  threads, ms.median, ms.best);
-    }
-  }
-  return 0;
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -551,8 +488,6 @@ int main(int argc, char** argv) {
     if (!std::strcmp(argv[i], "--quick")) quick = true;
   }
   std::printf("instruction set: %s\n", isa_name());
-  if (argc > 1 && !std::strcmp(argv[1], "--bench")) return bench();
-
   Pool pool(3);
   const struct {
     const char* name;
