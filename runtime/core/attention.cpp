@@ -130,6 +130,9 @@ Scratch take_scratch(Arena& arena, const TilePlan& tile) {
   s.row_sum = arena.take<float>(rows);
   s.decay = arena.take<float>(rows);
   s.row = arena.take<float>(dim);
+  s.query_scale = arena.take<float>(rows);
+  s.weight_scale = arena.take<float>(rows);
+  s.tile_scales = arena.take<float>(4 * cached);
   s.from = arena.take<int32_t>(rows);
   s.to = arena.take<int32_t>(rows);
   return s;
