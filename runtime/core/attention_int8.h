@@ -117,24 +117,28 @@ Codes load_codes(const AttentionParams& p, Cache cache, int64_t first, int rows,
 
 // offset[n] = kQueryOffset times the sum of the codes of row n.
 void offset_rows(Codes keys, int rows, int groups, uint32_t* offset) {
+  const Bits<4> ones = splat<4>(0x01010101u);
   for (int n = 0; n < rows; n += 4) {
-    Float<4> sums[4];
-    for (int i = 0; i < 4; ++i) {
-      const int8_t* row = keys.data + (n + i < rows ? n + i : rows - 1) * keys.stride;
-      Bits<4> sum = {};
-      int g = 0;
-      for (; g + 4 <= groups; g += 4) {
+    const int8_t* row[4];
+    for (int i = 0; i < 4; ++i) row[i] = keys.data + (n + i < rows ? n + i : rows - 1) * keys.stride;
+    Bits<4> sum[4] = {};
+    int g = 0;
+    for (; g + 4 <= groups; g += 4) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
         Bits<4> codes;
-        memcpy(&codes, row + 4 * g, sizeof codes);
-        sum = add_products(sum, splat<4>(0x01010101u), codes);
+        memcpy(&codes, row[i] + 4 * g, sizeof codes);
+        sum[i] = add_products(sum[i], ones, codes);
       }
-      for (; g < groups; ++g) {
-        sum = add_products(sum, Bits<4>{0x01010101u}, splat<4>(four_bytes(row + 4 * g)));
-      }
-      sums[i] = __builtin_convertvector((Int<4>)sum, Float<4>);
     }
-    const Int<4> total = __builtin_convertvector(sum_lanes(sums[0], sums[1], sums[2], sums[3]), Int<4>);
-    store<4>(offset + n, (Bits<4>)total * kQueryOffset);
+    for (; g < groups; ++g) {
+      for (int i = 0; i < 4; ++i) {
+        sum[i] = add_products(sum[i], ones, Bits<4>{four_bytes(row[i] + 4 * g)});
+      }
+    }
+    const auto exact = [&](int i) { return __builtin_convertvector((Int<4>)sum[i], Float<4>); };
+    const Float<4> total = sum_lanes(exact(0), exact(1), exact(2), exact(3));
+    store<4>(offset + n, (Bits<4>)__builtin_convertvector(total, Int<4>) * kQueryOffset);
   }
 }
 
@@ -250,16 +254,17 @@ EDGE_QKV_INLINE void code_score_block(const int8_t* keys, int64_t stride, const 
 template <int L, int V, int N>
 void code_score_rows(Codes keys, int rows, const uint32_t* query, int groups, int query_pad,
                      const uint32_t* offset, const float* key_scale, const float* query_scale,
-                     float* scores) {
+                     float* scores, const Ahead& ahead) {
   int n = 0;
   for (; n + N <= rows; n += N) {
+    prefetch(ahead, n, N);
     code_score_block<L, V, N>(keys.data + n * keys.stride, keys.stride, query, groups, query_pad,
                               offset + n, key_scale + n, query_scale, scores + n * query_pad);
   }
   if constexpr (N > 1) {
     const Codes rest = {keys.data + n * keys.stride, keys.stride};
     code_score_rows<L, V, N / 2>(rest, rows - n, query, groups, query_pad, offset + n, key_scale + n,
-                                 query_scale, scores + n * query_pad);
+                                 query_scale, scores + n * query_pad, {});
   }
 }
 
@@ -298,12 +303,12 @@ void weights_to_digits(float* scores, int rows, int query_pad, const int32_t* fr
     const Float<L> w = exp2_nonpositive<L>(load<L>(scores + n * query_pad) - top);
     sum += w;
     // Adding 2^23 leaves the nearest integer in the low mantissa bits.
-    return (Bits<L>)(w * (factor * tile.value[n]) + 8388608.0f) & 0xffffu;
+    return (Bits<L>)(w * (factor * tile.value[n]) + 8388608.0f);
   };
   uint32_t* out = (uint32_t*)scores;
   for (int n = 0; n < rows; n += 4) {
     const Bits<L> a = weight(n), b = weight(n + 1), c = weight(n + 2), e = weight(n + 3);
-    const Bits<L> ab = a | b << 16, ce = c | e << 16;
+    const Bits<L> ab = (a & 0xffffu) | b << 16, ce = (c & 0xffffu) | e << 16;
     const uint32_t kHigh = 0xff00ff00u, kLow = 0x00ff00ffu, kRound = kHighRound * 0x10001u;
     const Bits<L> high = ((ab + kRound) >> 8 & kLow) | ((ce + kRound) & kHigh);
     const Bits<L> low = (ab & kLow) | ((ce & kLow) << 8);
@@ -388,17 +393,18 @@ void accumulate_codes(const uint32_t* weights, int query_pad, const uint32_t* va
 
 template <int L>
 void weigh_codes(Codes keys, const TileScales& tile, int rows, int query_rows, int query_pad, int groups,
-                 bool masked, const Scratch& s) {
+                 bool masked, const Ahead& ahead, const Scratch& s) {
   const uint32_t* query = (const uint32_t*)s.query;
   int m = 0;
   for (; m + kCodeScoreVectors * L <= query_pad; m += kCodeScoreVectors * L) {
     code_score_rows<L, kCodeScoreVectors, kCodeScoreRows>(keys, rows, query + m, groups, query_pad,
                                                           tile.offset, tile.key, s.query_scale + m,
-                                                          s.scores + m);
+                                                          s.scores + m, m == 0 ? ahead : Ahead{});
   }
   for (; m < query_pad; m += L) {
     code_score_rows<L, 1, kCodeScoreRows>(keys, rows, query + m, groups, query_pad, tile.offset,
-                                          tile.key, s.query_scale + m, s.scores + m);
+                                          tile.key, s.query_scale + m, s.scores + m,
+                                          m == 0 ? ahead : Ahead{});
   }
   for (m = 0; m < query_rows; m += L) {
     weights_to_digits<L>(s.scores + m, rows, query_pad, masked ? s.from + m : nullptr, s.to + m, tile,
@@ -408,22 +414,26 @@ void weigh_codes(Codes keys, const TileScales& tile, int rows, int query_rows, i
 
 // As attend_tile, for int8 rows whose keys need no rotation. s.from and s.to are set where `masked`.
 void attend_codes(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, Lanes lanes,
-                  int64_t begin, int rows, bool masked, const Scratch& s) {
+                  int64_t begin, int rows, bool masked, const Ahead& ahead, const Scratch& s) {
   const int D = p.head_dim, groups = fours(D);
   const int64_t first = cache_row(p, item.batch, item.kv_head, begin);
   const Cache values = p.value ? value_cache(p) : key_cache(p);
-  const TileScales tile = tile_scales(plan, s);
+  TileScales tile = tile_scales(plan, s);
   const Codes keys = load_codes(p, key_cache(p), first, rows, (int8_t*)s.keys);
-  load_scales(p.key_scales + first, rows, tile.key, nullptr);
   load_scales(values.scales + first, rows, tile.value, tile.value_log);
+  if (p.value) {
+    load_scales(p.key_scales + first, rows, tile.key, nullptr);
+  } else {
+    tile.key = tile.value;
+  }
   if constexpr (kDigitsAreUnsigned) offset_rows(keys, rows, groups, tile.offset);
   if (lanes.lanes == kLanes) {
-    weigh_codes<kLanes>(keys, tile, rows, item.rows, lanes.query_pad, groups, masked, s);
+    weigh_codes<kLanes>(keys, tile, rows, item.rows, lanes.query_pad, groups, masked, ahead, s);
   } else if constexpr (kLanes > 4) {
     if (lanes.lanes == 4) {
-      weigh_codes<4>(keys, tile, rows, item.rows, lanes.query_pad, groups, masked, s);
+      weigh_codes<4>(keys, tile, rows, item.rows, lanes.query_pad, groups, masked, ahead, s);
     } else {
-      weigh_codes<8>(keys, tile, rows, item.rows, lanes.query_pad, groups, masked, s);
+      weigh_codes<8>(keys, tile, rows, item.rows, lanes.query_pad, groups, masked, ahead, s);
     }
   }
   uint32_t* interleaved = (uint32_t*)s.values;

@@ -104,15 +104,17 @@ EDGE_QKV_INLINE void score_block(const float* keys, int64_t stride, const float*
 
 // All rows of the tile: as many blocks of N rows as fit, then of N/2 and so on.
 template <int L, int V, int N>
-void score_rows(Tile keys, int rows, const float* query, int D, int query_pad, float* scores) {
+void score_rows(Tile keys, int rows, const float* query, int D, int query_pad, float* scores,
+                const Ahead& ahead) {
   int n = 0;
   for (; n + N <= rows; n += N) {
+    prefetch(ahead, n, N);
     score_block<L, V, N>(keys.data + n * keys.stride, keys.stride, query, D, query_pad,
                          scores + n * query_pad);
   }
   if constexpr (N > 1) {
     const Tile rest = {keys.data + n * keys.stride, keys.stride};
-    score_rows<L, V, N / 2>(rest, rows - n, query, D, query_pad, scores + n * query_pad);
+    score_rows<L, V, N / 2>(rest, rows - n, query, D, query_pad, scores + n * query_pad, {});
   }
 }
 
@@ -137,14 +139,17 @@ void softmax_lanes(float* scores, int rows, int query_pad, const int32_t* from, 
 
 template <int L>
 void weigh_tile(Tile keys, int rows, int query_rows, int query_pad, int D, bool masked,
-                const Scratch& s) {
+                const Ahead& ahead, const Scratch& s) {
   int m = 0;
   if constexpr (L == kLanes) {  // narrower vectors hold the whole block
     for (; m + L < query_rows; m += 2 * L) {
-      score_rows<L, 2, kScoreRows>(keys, rows, s.query + m, D, query_pad, s.scores + m);
+      score_rows<L, 2, kScoreRows>(keys, rows, s.query + m, D, query_pad, s.scores + m,
+                                   m == 0 ? ahead : Ahead{});
     }
   }
-  if (m < query_rows) score_rows<L, 1, kScoreRows>(keys, rows, s.query + m, D, query_pad, s.scores + m);
+  if (m < query_rows)
+    score_rows<L, 1, kScoreRows>(keys, rows, s.query + m, D, query_pad, s.scores + m,
+                                 m == 0 ? ahead : Ahead{});
   for (m = 0; m < query_rows; m += L) {
     softmax_lanes<L>(s.scores + m, rows, query_pad, masked ? s.from + m : nullptr, s.to + m,
                      s.row_max + m, s.row_sum + m, s.decay + m);
@@ -284,14 +289,6 @@ void load_queries(const AttentionParams& p, const TilePlan& plan, const WorkItem
   }
 }
 
-// Asks for a tile's rows, which stand one behind the other, ahead of their use.
-void prefetch_tile(const AttentionParams& p, Cache cache, const WorkItem& item, int64_t begin,
-                   int64_t rows) {
-  const char* at = row_at(p, cache, cache_row(p, item.batch, item.kv_head, begin));
-  const int64_t bytes = rows * p.head_dim * cache_value_bytes(p.cache_type);
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
-}
-
 // Adds `rows` cache rows from `begin` on, all sinks or all not, to what the block has seen.
 void attend_tile(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, Lanes lanes,
                  int64_t begin, int rows, const Scratch& s) {
@@ -302,8 +299,9 @@ void attend_tile(const AttentionParams& p, const TilePlan& plan, const WorkItem&
     s.from[m] = visible(m).from;
     s.to[m] = visible(m).to;
   }
+  const Ahead ahead = rows_behind(p, item, begin + rows);
 #if EDGE_QKV_INTEGER_PRODUCTS
-  if (lanes.integer) return attend_codes(p, plan, item, lanes, begin, rows, masked, s);
+  if (lanes.integer) return attend_codes(p, plan, item, lanes, begin, rows, masked, ahead, s);
 #endif
   const Tile stored = load_tile(p, plan, key_cache(p), item, begin, rows, s.values);
   const Tile keys =
@@ -314,12 +312,12 @@ void attend_tile(const AttentionParams& p, const TilePlan& plan, const WorkItem&
                          s.scores + m * plan.tile_rows, s.row_max + m, s.row_sum + m, s.decay + m);
     }
   } else if (lanes.lanes == kLanes) {
-    weigh_tile<kLanes>(keys, rows, item.rows, lanes.query_pad, p.head_dim, masked, s);
+    weigh_tile<kLanes>(keys, rows, item.rows, lanes.query_pad, p.head_dim, masked, ahead, s);
   } else if constexpr (kLanes > 4) {
     if (lanes.lanes == 4) {
-      weigh_tile<4>(keys, rows, item.rows, lanes.query_pad, p.head_dim, masked, s);
+      weigh_tile<4>(keys, rows, item.rows, lanes.query_pad, p.head_dim, masked, ahead, s);
     } else {
-      weigh_tile<8>(keys, rows, item.rows, lanes.query_pad, p.head_dim, masked, s);
+      weigh_tile<8>(keys, rows, item.rows, lanes.query_pad, p.head_dim, masked, ahead, s);
     }
   }
 
@@ -341,10 +339,7 @@ void attend(const AttentionParams& p, const TilePlan& plan, const WorkItem& item
 
   for (const RowRange& range : item.ranges) {
     for (int64_t begin = range.begin; begin < range.end; begin += plan.tile_rows) {
-      const int64_t rows = min(range.end - begin, plan.tile_rows), next = begin + rows;
-      const int64_t next_rows = min(range.end - next, plan.tile_rows);
-      prefetch_tile(p, key_cache(p), item, next, next_rows);
-      if (p.value) prefetch_tile(p, value_cache(p), item, next, next_rows);
+      const int64_t rows = min(range.end - begin, plan.tile_rows);
       attend_tile(p, plan, item, lanes, begin, (int)rows, s);
     }
   }

@@ -103,6 +103,27 @@ void write_row(const AttentionParams& p, Cache cache, int64_t index, const float
   write_row(p.cache_type, in, row_at(p, cache, index), scale_at(cache, index), p.head_dim);
 }
 
+// Where the rows behind a tile's are, keys and, where they are apart, values: asked for while the tile
+// is worked on, a few at a time, for a processor has few reads under way. There may be no such rows.
+struct Ahead {
+  const char* rows[2];
+  int64_t row_bytes;
+};
+
+Ahead rows_behind(const AttentionParams& p, const WorkItem& item, int64_t end) {
+  const int64_t index = cache_row(p, item.batch, item.kv_head, end);
+  return {{row_at(p, key_cache(p), index), p.value ? row_at(p, value_cache(p), index) : nullptr},
+          p.head_dim * cache_value_bytes(p.cache_type)};
+}
+
+EDGE_QKV_INLINE void prefetch(const Ahead& ahead, int n, int rows) {
+  for (const char* all : ahead.rows) {
+    if (!all) continue;
+    const char* at = all + n * ahead.row_bytes;
+    for (int64_t i = 0; i < rows * ahead.row_bytes; i += 64) __builtin_prefetch(at + i);
+  }
+}
+
 // Query row r of a kv head as [dim_pad]: rotated, times scale and log2(e), zeros beyond head_dim.
 void load_query(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, int64_t r,
                 float* out) {
