@@ -53,13 +53,9 @@ void query_to_digits(const float* row, int D, int dim_pad, int m, int query_pad,
     largest = magnitude > largest ? magnitude : largest;
     poison += x * 0.0f;  // NaN where there is a NaN or an infinity, which must reach the output
   }
-  float top = 0.0f, not_finite = 0.0f;
-  for (int i = 0; i < kLanes; ++i) {
-    top = largest[i] > top ? largest[i] : top;
-    not_finite += poison[i];
-  }
-  const float step = top / kMostQuery;
-  *scale = step + not_finite;
+  const Float<4> nans = fold(poison);
+  const float step = largest_lane(largest) / kMostQuery;
+  *scale = step + ((nans[0] + nans[1]) + (nans[2] + nans[3]));
   const Float<kLanes> divisor = splat<kLanes>(step > 0.0f ? step : 1.0f);
   // Adding 1.5 * 2^23 leaves the nearest integer in the low mantissa bits.
   const float kRound = 12582912.0f, kMost = kMostQuery;

@@ -184,8 +184,7 @@ void weigh_tile_for_row(Tile keys, int rows, const float* query, int dim_pad, Sp
     const Float<kLanes> s = load<kLanes>(weights + n);
     top_lanes = s > top_lanes ? s : top_lanes;
   }
-  float top = top_lanes[0];
-  for (int i = 1; i < kLanes; ++i) top = top_lanes[i] > top ? top_lanes[i] : top;
+  const float top = largest_lane(top_lanes);
 
   Float<kLanes> sum_of_lanes = {};
   for (int n = 0; n < padded; n += kLanes) {

@@ -112,6 +112,27 @@ EDGE_QKV_INLINE Float<4> fold(Float<16> v) {
 }
 #endif
 
+// The largest lane, of lanes of which none is NaN.
+EDGE_QKV_INLINE float largest_lane(Float<4> v) {
+  const Float<4> swapped = __builtin_shufflevector(v, v, 2, 3, 0, 1);
+  v = v > swapped ? v : swapped;
+  return v[0] > v[1] ? v[0] : v[1];
+}
+#if defined(__AVX2__)
+EDGE_QKV_INLINE float largest_lane(Float<8> v) {
+  const Float<4> low = __builtin_shufflevector(v, v, 0, 1, 2, 3);
+  const Float<4> high = __builtin_shufflevector(v, v, 4, 5, 6, 7);
+  return largest_lane(low > high ? low : high);
+}
+#endif
+#if defined(__AVX512F__)
+EDGE_QKV_INLINE float largest_lane(Float<16> v) {
+  const Float<8> low = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
+  const Float<8> high = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  return largest_lane(low > high ? low : high);
+}
+#endif
+
 // Lane i of the result is the sum of the lanes of the i-th argument.
 EDGE_QKV_INLINE Float<4> sum_lanes(Float<4> a, Float<4> b, Float<4> c, Float<4> d) {
   const Float<4> ab =
@@ -309,8 +330,7 @@ EDGE_QKV_INLINE uint16_t float_row_to_codes(const float* in, int8_t* out, int64_
     const Float<kLanes> magnitude = (Float<kLanes>)((Bits<kLanes>)x & 0x7fffffffu);
     largest = magnitude > largest ? magnitude : largest;  // false for NaN
   }
-  float top = 0.0f;
-  for (int i = 0; i < kLanes; ++i) top = largest[i] > top ? largest[i] : top;
+  const float top = largest_lane(largest);
   uint16_t scale[kLanes];
   to_half(scale, splat<kLanes>(top / 127.0f));
   const float step = from_half(scale)[0];
