@@ -92,6 +92,9 @@ extern const Kernel kKernel;
 namespace avx2 {
 extern const Kernel kKernel;
 }
+namespace avxvnni {
+extern const Kernel kKernel;
+}
 namespace avx512 {
 extern const Kernel kKernel;
 }

@@ -49,7 +49,8 @@ typedef struct eqkv_session eqkv_session;
 #define EQKV_ABI_VERSION 3
 EQKV_API int eqkv_abi_version(void);
 
-/* Instruction set of the attention kernel: "baseline", "avx2", "avx512", "armv8", "dotprod", "i8mm". */
+/* Instruction set of the attention kernel: "baseline", "avx2", "avxvnni", "avx512",
+   "armv8", "dotprod", "i8mm". */
 EQKV_API const char* eqkv_isa(void);
 
 /* What went wrong in the last call of this thread that did not return EQKV_OK. Never null. */
@@ -257,8 +258,8 @@ EQKV_API eqkv_status eqkv_session_set_sampler(eqkv_session* session,
 /* Chooses the next token from the last logits. It is not appended: evaluate it to go on. */
 EQKV_API eqkv_status eqkv_session_sample(eqkv_session* session, int32_t* token);
 
-/* The same choice for a caller that has its logits from elsewhere, as on Core ML: logits [vocab_size] after
- * `tokens`, the whole text so far. */
+/* The same choice for a caller that has its logits from elsewhere, as on Core ML: logits [vocab_size]
+ * after `tokens`, the whole text so far. */
 EQKV_API eqkv_status eqkv_sample(const float* logits, size_t vocab_size, const int32_t* tokens,
                                  size_t count, const eqkv_sampler_options* options, int32_t* token);
 
