@@ -206,10 +206,10 @@ struct Lanes {
 Lanes choose_lanes(const AttentionParams& p, int query_rows) {
   int lanes = kLanes;
   while (lanes > 4 && lanes / 2 >= query_rows) lanes /= 2;
-  const bool few = query_rows <= kFewRows;
   // Keys that are rotated as they are read are no codes any more.
-  const bool codes = p.cache_type == CacheType::kInt8 && p.rotary != Rotary::kOnRead;
-  return {few, lanes, round_up(query_rows, lanes), EDGE_QKV_INTEGER_PRODUCTS && codes && !few};
+  const bool codes =
+      EDGE_QKV_INTEGER_PRODUCTS && p.cache_type == CacheType::kInt8 && p.rotary != Rotary::kOnRead;
+  return {!codes && query_rows <= kFewRows, lanes, round_up(query_rows, lanes), codes};
 }
 
 }  // namespace
