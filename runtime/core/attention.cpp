@@ -26,8 +26,11 @@ constexpr int kMinTileRows = 16, kMaxTileRows = 64;
 // threads, and bound the memory of partial results whatever the context.
 constexpr int64_t kFewBlocks = 32;
 constexpr int64_t kSplitItems = 64;
-// A split is this many rows, doubled as often as kSplitItems asks.
+// There are as many splits as it takes of so many rows, doubled as often as kSplitItems asks, and then a
+// multiple of kSplitsAtOnce, that two cores finish together. They are of equal size, up
+// to whole tiles.
 constexpr int64_t kSplitRows = 1024;
+constexpr int64_t kSplitsAtOnce = 2;
 
 // Keeps every int of a plan far from overflow; no published model comes near.
 constexpr int kMaxHeadDim = 65536;
@@ -90,10 +93,14 @@ WorkPlan make_plan(const AttentionParams& p, int lanes) {
   plan.split_rows = rows;
   if (plan.blocks < kFewBlocks && rows > kSplitRows) {
     const int64_t most_splits = kSplitItems / plan.blocks;
-    plan.split_rows = kSplitRows;
-    while (ceil_div(rows, plan.split_rows) > most_splits) plan.split_rows *= 2;
+    const auto splits = [&](int64_t split_rows) {
+      return std::min(round_up(ceil_div(rows, split_rows), kSplitsAtOnce), most_splits);
+    };
+    int64_t split_rows = kSplitRows;
+    while (ceil_div(rows, split_rows) > most_splits) split_rows *= 2;
+    plan.split_rows = round_up<int64_t>(ceil_div(rows, splits(split_rows)), tile.tile_rows);
     plan.splits = ceil_div(rows, plan.split_rows);
-    plan.max_splits = std::min(ceil_div(rows, kSplitRows), most_splits);
+    plan.max_splits = splits(kSplitRows);
   }
   plan.partial_floats = static_cast<size_t>(tile.block_rows) * (p.head_dim + kPartialExtra);
   return plan;
@@ -130,6 +137,9 @@ Scratch take_scratch(Arena& arena, const TilePlan& tile) {
   s.row_sum = arena.take<float>(rows);
   s.decay = arena.take<float>(rows);
   s.row = arena.take<float>(dim);
+  s.query_scale = arena.take<float>(rows);
+  s.weight_scale = arena.take<float>(rows);
+  s.tile_scales = arena.take<float>(4 * cached);
   s.from = arena.take<int32_t>(rows);
   s.to = arena.take<int32_t>(rows);
   return s;

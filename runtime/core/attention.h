@@ -88,10 +88,10 @@ size_t attention_workspace_bytes(const AttentionParams& params, size_t tasks);
 // tasks) bytes (any alignment). The result does not depend on `tasks` or on the thread pool.
 void attention(const AttentionParams& params, void* workspace, size_t tasks, ThreadPool pool);
 
-// Name of the instruction set in use: "baseline", "avx2", "avx512", "armv8", "dotprod" or "i8mm".
-// Chosen once, at first use, from what the processor has; the environment variable EDGE_QKV_ISA forces
-// one. A forced choice that the processor or the build lacks is reported by isa_error() and the best
-// available one is used.
+// Name of the instruction set in use: "baseline", "avx2", "avxvnni", "avx512", "armv8", "dotprod" or
+// "i8mm". Chosen once, at first use, from what the processor has; the environment variable EDGE_QKV_ISA
+// forces one. A forced choice that the processor or the build lacks is reported by isa_error() and the
+// best available one is used.
 const char* isa_name();
 const char* isa_error();
 

@@ -11,108 +11,20 @@
 // a power of two.
 #include "attention_kernel.h"
 
+#include "attention_rows.h"
 #include "simd.h"
+#if EDGE_QKV_INTEGER_PRODUCTS
+#include "attention_int8.h"
+#endif
 
 namespace edge_qkv {
 namespace EDGE_QKV_ISA {
 namespace {
 
-constexpr float kLog2e = 1.44269504f;
-// A running maximum starts here rather than at -infinity, so that a row that has seen nothing yet gives
-// weights of 0 and not infinity - infinity.
-constexpr float kNoScore = -3.40282347e38f;
-constexpr float kMasked = -__builtin_inff();
-// Blocks of up to this many query rows use the second layout.
-constexpr int kFewRows = kLanes / 4 > 2 ? kLanes / 4 : 2;
-
 // Rows of the score product held in registers, times two vectors; and the same for the value product.
 constexpr int kScoreRows = kWideFile ? 8 : 4;
 constexpr int kValueRows = 4;
 constexpr int kValueVectors = kWideFile ? 4 : 2;
-
-int round_up(int x, int step) { return (x + step - 1) / step * step; }
-
-// ---- rows in and out ----
-
-// Rotates the first 2*half values of a row in pairs (i, i + half); `direction` -1 rotates back. `out`
-// may be `in`.
-void rotate_row(const float* in, float* out, const float* cos, const float* sin, int half,
-                float direction) {
-  int i = 0;
-  for (; i + kLanes <= half; i += kLanes) {
-    const Float<kLanes> a = load<kLanes>(in + i), b = load<kLanes>(in + half + i);
-    const Float<kLanes> c = load<kLanes>(cos + i), s = load<kLanes>(sin + i) * direction;
-    store<kLanes>(out + i, a * c - b * s);
-    store<kLanes>(out + half + i, b * c + a * s);
-  }
-  for (; i < half; ++i) {
-    const float a = in[i], b = in[half + i], c = cos[i], s = sin[i] * direction;
-    out[i] = a * c - b * s;
-    out[half + i] = b * c + a * s;
-  }
-}
-
-void rotate_row(const AttentionParams& p, const float* in, float* out, int64_t position,
-                float direction) {
-  const int half = p.rotary_dim / 2;
-  rotate_row(in, out, p.cos + position * half, p.sin + position * half, half, direction);
-}
-
-bool output_is_rotated(const AttentionParams& p) { return p.rotary == Rotary::kConjugate && !p.value; }
-
-// A cache with its scales, both of all heads; `scales` is null unless it is int8.
-struct Cache {
-  void* rows;
-  uint16_t* scales;
-};
-Cache key_cache(const AttentionParams& p) { return {p.key_cache, p.key_scales}; }
-Cache value_cache(const AttentionParams& p) { return {p.value_cache, p.value_scales}; }
-
-// Index of a row of a kv head among all rows of a cache.
-int64_t cache_row(const AttentionParams& p, int64_t batch, int64_t kv_head, int64_t row) {
-  return (batch * p.kv_heads + kv_head) * p.capacity + row;
-}
-
-// A row of `count` values as a cache holds it; `scale` is null unless it is int8.
-void write_row(CacheType type, const float* in, void* row, uint16_t* scale, int64_t count) {
-  switch (type) {
-    case CacheType::kFloat32:
-      memcpy(row, in, (size_t)count * sizeof *in);
-      break;
-    case CacheType::kFloat16:
-      float_row_to_half(in, (uint16_t*)row, count);
-      break;
-    case CacheType::kInt8:
-      *scale = float_row_to_codes(in, (int8_t*)row, count);
-      break;
-  }
-}
-
-// Back to floats, with zeros up to the next whole vector.
-void read_row(CacheType type, const void* row, const uint16_t* scale, float* out, int64_t count) {
-  switch (type) {
-    case CacheType::kFloat32:
-      memcpy(out, row, (size_t)count * sizeof *out);
-      memset(out + count, 0, (size_t)(round_up((int)count, kLanes) - count) * sizeof *out);
-      break;
-    case CacheType::kFloat16:
-      half_row_to_float((const uint16_t*)row, out, count);
-      break;
-    case CacheType::kInt8:
-      codes_row_to_float((const int8_t*)row, *scale, out, count);
-      break;
-  }
-}
-
-// Where row `index` of a cache and its scale are.
-char* row_at(const AttentionParams& p, Cache cache, int64_t index) {
-  return (char*)cache.rows + index * p.head_dim * cache_value_bytes(p.cache_type);
-}
-uint16_t* scale_at(Cache cache, int64_t index) { return cache.scales ? cache.scales + index : nullptr; }
-
-void write_row(const AttentionParams& p, Cache cache, int64_t index, const float* in) {
-  write_row(p.cache_type, in, row_at(p, cache, index), scale_at(cache, index), p.head_dim);
-}
 
 void append(const AttentionParams& p, int64_t batch, int64_t kv_head, int64_t begin, int64_t end,
             float* row) {
@@ -165,42 +77,6 @@ Tile rotate_tile(const AttentionParams& p, const TilePlan& plan, Tile raw, int64
   return {buffer, plan.dim_pad};
 }
 
-// Query row r of a kv head as [dim_pad]: rotated, times scale and log2(e), zeros beyond head_dim.
-void load_query(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, int64_t r,
-                float* out) {
-  const int64_t t = r / plan.group, head = item.kv_head * plan.group + r % plan.group;
-  const float* in = p.query + ((item.batch * p.tokens + t) * p.num_heads + head) * p.head_dim;
-  memcpy(out, in, (size_t)p.head_dim * sizeof *out);
-  memset(out + p.head_dim, 0, (size_t)(plan.dim_pad - p.head_dim) * sizeof *out);
-  if (p.rotary != Rotary::kNone) rotate_row(p, out, out, p.past + t, 1.0f);
-  const float factor = p.scale * kLog2e;
-  for (int d = 0; d < plan.dim_pad; d += kLanes) store<kLanes>(out + d, load<kLanes>(out + d) * factor);
-}
-
-// `row` ([dim_pad], overwritten) times `factor` to the output row of query row r.
-void write_output(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, int64_t r,
-                  float* row, float factor) {
-  const int64_t t = r / plan.group, head = item.kv_head * plan.group + r % plan.group;
-  float* out = p.output + ((item.batch * p.tokens + t) * p.num_heads + head) * p.head_dim;
-  for (int d = 0; d < plan.dim_pad; d += kLanes) store<kLanes>(row + d, load<kLanes>(row + d) * factor);
-  if (output_is_rotated(p)) rotate_row(p, row, row, p.past + t, -1.0f);
-  memcpy(out, row, (size_t)p.head_dim * sizeof *out);
-}
-
-// The rows of a tile that a query row sees.
-struct Span {
-  int from, to;
-};
-
-// What query row r sees of the `rows` cache rows from `begin` on, which are all sinks or all not.
-Span visible_rows(const AttentionParams& p, const TilePlan& plan, int64_t r, int64_t begin, int rows) {
-  const int64_t position = p.past + r / plan.group;
-  const int64_t to = position + 1 - begin;
-  const int64_t from = p.window > 0 && begin >= p.sinks ? to - p.window : 0;
-  const auto inside = [&](int64_t n) { return n < 0 ? 0 : n < rows ? (int)n : rows; };
-  return {inside(from), inside(to)};
-}
-
 // ---- scores: lanes across query rows ----
 
 // scores[n, m] = sum over d of keys[n, d] * query[d, m] for N rows and V vectors of query rows.
@@ -228,15 +104,17 @@ EDGE_QKV_INLINE void score_block(const float* keys, int64_t stride, const float*
 
 // All rows of the tile: as many blocks of N rows as fit, then of N/2 and so on.
 template <int L, int V, int N>
-void score_rows(Tile keys, int rows, const float* query, int D, int query_pad, float* scores) {
+void score_rows(Tile keys, int rows, const float* query, int D, int query_pad, float* scores,
+                const Ahead& ahead) {
   int n = 0;
   for (; n + N <= rows; n += N) {
+    prefetch(ahead, n, N);
     score_block<L, V, N>(keys.data + n * keys.stride, keys.stride, query, D, query_pad,
                          scores + n * query_pad);
   }
   if constexpr (N > 1) {
     const Tile rest = {keys.data + n * keys.stride, keys.stride};
-    score_rows<L, V, N / 2>(rest, rows - n, query, D, query_pad, scores + n * query_pad);
+    score_rows<L, V, N / 2>(rest, rows - n, query, D, query_pad, scores + n * query_pad, {});
   }
 }
 
@@ -246,22 +124,7 @@ template <int L>
 void softmax_lanes(float* scores, int rows, int query_pad, const int32_t* from, const int32_t* to,
                    float* row_max, float* row_sum, float* decay) {
   const Float<L> old_max = load<L>(row_max);
-  Float<L> top = old_max;
-  if (from) {
-    const Int<L> first = load<L>(from), limit = load<L>(to);
-    for (int n = 0; n < rows; ++n) {
-      Float<L> s = load<L>(scores + n * query_pad);
-      const Int<L> at = splat<L>((int32_t)n);
-      s = ((at >= first) & (at < limit)) ? s : splat<L>(kMasked);
-      store<L>(scores + n * query_pad, s);
-      top = s > top ? s : top;
-    }
-  } else {
-    for (int n = 0; n < rows; ++n) {
-      const Float<L> s = load<L>(scores + n * query_pad);
-      top = s > top ? s : top;
-    }
-  }
+  const Float<L> top = largest_score<L>(scores, rows, query_pad, from, to, old_max);
   const Float<L> carry = exp2_nonpositive<L>(old_max - top);
   Float<L> sum = load<L>(row_sum) * carry;
   for (int n = 0; n < rows; ++n) {
@@ -276,14 +139,17 @@ void softmax_lanes(float* scores, int rows, int query_pad, const int32_t* from, 
 
 template <int L>
 void weigh_tile(Tile keys, int rows, int query_rows, int query_pad, int D, bool masked,
-                const Scratch& s) {
+                const Ahead& ahead, const Scratch& s) {
   int m = 0;
   if constexpr (L == kLanes) {  // narrower vectors hold the whole block
     for (; m + L < query_rows; m += 2 * L) {
-      score_rows<L, 2, kScoreRows>(keys, rows, s.query + m, D, query_pad, s.scores + m);
+      score_rows<L, 2, kScoreRows>(keys, rows, s.query + m, D, query_pad, s.scores + m,
+                                   m == 0 ? ahead : Ahead{});
     }
   }
-  if (m < query_rows) score_rows<L, 1, kScoreRows>(keys, rows, s.query + m, D, query_pad, s.scores + m);
+  if (m < query_rows)
+    score_rows<L, 1, kScoreRows>(keys, rows, s.query + m, D, query_pad, s.scores + m,
+                                 m == 0 ? ahead : Ahead{});
   for (m = 0; m < query_rows; m += L) {
     softmax_lanes<L>(s.scores + m, rows, query_pad, masked ? s.from + m : nullptr, s.to + m,
                      s.row_max + m, s.row_sum + m, s.decay + m);
@@ -318,8 +184,7 @@ void weigh_tile_for_row(Tile keys, int rows, const float* query, int dim_pad, Sp
     const Float<kLanes> s = load<kLanes>(weights + n);
     top_lanes = s > top_lanes ? s : top_lanes;
   }
-  float top = top_lanes[0];
-  for (int i = 1; i < kLanes; ++i) top = top_lanes[i] > top ? top_lanes[i] : top;
+  const float top = largest_lane(top_lanes);
 
   Float<kLanes> sum_of_lanes = {};
   for (int n = 0; n < padded; n += kLanes) {
@@ -398,64 +263,60 @@ void accumulate(Weights weights, Tile values, int rows, int query_rows, const fl
 
 // ---- the loop over tiles ----
 
-void load_queries(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, int query_pad,
+void load_queries(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, Lanes lanes,
                   const Scratch& s) {
-  if (item.rows <= kFewRows) {
+  if (lanes.few) {
     for (int m = 0; m < item.rows; ++m) {
       load_query(p, plan, item, item.first_row + m, s.query + m * plan.dim_pad);
     }
     return;
   }
-  for (int m = 0; m < query_pad; ++m) {
+  for (int m = 0; m < lanes.query_pad; ++m) {
     if (m < item.rows) {
       load_query(p, plan, item, item.first_row + m, s.row);
     } else {
       memset(s.row, 0, (size_t)plan.dim_pad * sizeof *s.row);
     }
-    for (int d = 0; d < p.head_dim; ++d) s.query[(int64_t)d * query_pad + m] = s.row[d];
+#if EDGE_QKV_INTEGER_PRODUCTS
+    if (lanes.integer) {
+      query_to_digits(s.row, p.head_dim, plan.dim_pad, m, lanes.query_pad, (uint32_t*)s.query,
+                      s.query_scale + m);
+      continue;
+    }
+#endif
+    for (int d = 0; d < p.head_dim; ++d) s.query[(int64_t)d * lanes.query_pad + m] = s.row[d];
   }
-}
-
-// How a block's query rows lie in the lanes.
-struct Lanes {
-  bool few;   // the layout for a few query rows
-  int lanes;  // else of a vector across query rows: the narrowest that holds the block, or the widest
-  int query_pad;  // query rows rounded up to such vectors
-};
-
-Lanes choose_lanes(int query_rows) {
-  int lanes = kLanes;
-  while (lanes > 4 && lanes / 2 >= query_rows) lanes /= 2;
-  return {query_rows <= kFewRows, lanes, round_up(query_rows, lanes)};
 }
 
 // Adds `rows` cache rows from `begin` on, all sinks or all not, to what the block has seen.
 void attend_tile(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, Lanes lanes,
                  int64_t begin, int rows, const Scratch& s) {
+  const auto visible = [&](int m) { return visible_rows(p, plan, item.first_row + m, begin, rows); };
+  // The first query row sees least at the end of the tile, the last one least at its beginning.
+  const bool masked = !lanes.few && (visible(0).to < rows || visible(item.rows - 1).from > 0);
+  for (int m = 0; masked && m < lanes.query_pad; ++m) {
+    s.from[m] = visible(m).from;
+    s.to[m] = visible(m).to;
+  }
+  const Ahead ahead = rows_behind(p, item, begin + rows);
+#if EDGE_QKV_INTEGER_PRODUCTS
+  if (lanes.integer) return attend_codes(p, plan, item, lanes, begin, rows, masked, ahead, s);
+#endif
   const Tile stored = load_tile(p, plan, key_cache(p), item, begin, rows, s.values);
   const Tile keys =
       p.rotary == Rotary::kOnRead ? rotate_tile(p, plan, stored, begin, rows, s.keys) : stored;
-  const auto visible = [&](int m) { return visible_rows(p, plan, item.first_row + m, begin, rows); };
   if (lanes.few) {
     for (int m = 0; m < item.rows; ++m) {
       weigh_tile_for_row(keys, rows, s.query + m * plan.dim_pad, plan.dim_pad, visible(m),
                          s.scores + m * plan.tile_rows, s.row_max + m, s.row_sum + m, s.decay + m);
     }
-  } else {
-    // The first query row sees least at the end of the tile, the last one least at its beginning.
-    const bool masked = visible(0).to < rows || visible(item.rows - 1).from > 0;
-    for (int m = 0; masked && m < lanes.query_pad; ++m) {
-      s.from[m] = visible(m).from;
-      s.to[m] = visible(m).to;
-    }
-    if (lanes.lanes == kLanes) {
-      weigh_tile<kLanes>(keys, rows, item.rows, lanes.query_pad, p.head_dim, masked, s);
-    } else if constexpr (kLanes > 4) {
-      if (lanes.lanes == 4) {
-        weigh_tile<4>(keys, rows, item.rows, lanes.query_pad, p.head_dim, masked, s);
-      } else {
-        weigh_tile<8>(keys, rows, item.rows, lanes.query_pad, p.head_dim, masked, s);
-      }
+  } else if (lanes.lanes == kLanes) {
+    weigh_tile<kLanes>(keys, rows, item.rows, lanes.query_pad, p.head_dim, masked, ahead, s);
+  } else if constexpr (kLanes > 4) {
+    if (lanes.lanes == 4) {
+      weigh_tile<4>(keys, rows, item.rows, lanes.query_pad, p.head_dim, masked, ahead, s);
+    } else {
+      weigh_tile<8>(keys, rows, item.rows, lanes.query_pad, p.head_dim, masked, ahead, s);
     }
   }
 
@@ -467,8 +328,8 @@ void attend_tile(const AttentionParams& p, const TilePlan& plan, const WorkItem&
 
 void attend(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, const Scratch& s,
             float* partial) {
-  const Lanes lanes = choose_lanes(item.rows);
-  load_queries(p, plan, item, lanes.query_pad, s);
+  const Lanes lanes = choose_lanes(p, item.rows);
+  load_queries(p, plan, item, lanes, s);
   for (int m = 0; m < lanes.query_pad; ++m) {
     s.row_max[m] = kNoScore;
     s.row_sum[m] = 0.0f;
@@ -477,8 +338,8 @@ void attend(const AttentionParams& p, const TilePlan& plan, const WorkItem& item
 
   for (const RowRange& range : item.ranges) {
     for (int64_t begin = range.begin; begin < range.end; begin += plan.tile_rows) {
-      const int64_t rows = range.end - begin;
-      attend_tile(p, plan, item, lanes, begin, rows < plan.tile_rows ? (int)rows : plan.tile_rows, s);
+      const int64_t rows = min(range.end - begin, plan.tile_rows);
+      attend_tile(p, plan, item, lanes, begin, (int)rows, s);
     }
   }
 

@@ -32,8 +32,12 @@ struct Scratch {
   float* row_sum;  // [block_pad] sum of weights so far
   float* decay;    // [block_pad] factor that carries acc over to the newest row_max
   float* row;      // [dim_pad] one row in flight
-  int32_t* from;   // [block_pad] first row of the tile that a query row sees
-  int32_t* to;     // [block_pad] row of the tile behind the last one that it sees
+  // For products of integers, see attention_int8.h:
+  float* query_scale;   // [block_pad]
+  float* weight_scale;  // [block_pad]
+  float* tile_scales;   // [4, tile_rows]
+  int32_t* from;        // [block_pad] first row of the tile that a query row sees
+  int32_t* to;          // [block_pad] row of the tile behind the last one that it sees
 };
 
 struct RowRange {
@@ -86,6 +90,9 @@ extern const Kernel kKernel;
 }
 #if defined(__x86_64__)
 namespace avx2 {
+extern const Kernel kKernel;
+}
+namespace avxvnni {
 extern const Kernel kKernel;
 }
 namespace avx512 {

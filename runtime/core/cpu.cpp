@@ -27,6 +27,13 @@ bool has_avx2() {
   return f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 
+#if defined(EDGE_QKV_AVXVNNI)
+bool has_avxvnni() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return has_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & (1u << 4));
+}
+#endif
+
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
@@ -78,6 +85,9 @@ const Level kLevels[] = {
 #if defined(__x86_64__)
     {&baseline::kKernel, always},
     {&avx2::kKernel, has_avx2},
+#if defined(EDGE_QKV_AVXVNNI)
+    {&avxvnni::kKernel, has_avxvnni},
+#endif
     {&avx512::kKernel, has_avx512},
 #elif defined(__aarch64__)
     {&armv8::kKernel, always},

@@ -3,6 +3,7 @@
 # attention_kernel.cpp is compiled once per instruction set of the target's architecture. A source file can
 # be in a target only once, so each instruction set gets a generated file that includes it.
 
+include(CheckCXXCompilerFlag)
 include(CheckCXXSourceCompiles)
 
 # Ask the compiler, not CMAKE_SYSTEM_PROCESSOR: it knows what cpu.cpp will see.
@@ -19,8 +20,13 @@ int main() {}" EDGE_QKV_TARGET_AARCH64)
 
 if(EDGE_QKV_TARGET_X86_64)
   set(_isas baseline avx2 avx512)
+  check_cxx_compiler_flag(-mavxvnni EDGE_QKV_AVXVNNI)  # since GCC 11 and Clang 12
+  if(EDGE_QKV_AVXVNNI)
+    list(APPEND _isas avxvnni)
+  endif()
   set(_flags_baseline "")
   set(_flags_avx2 -mavx2 -mfma -mf16c)
+  set(_flags_avxvnni ${_flags_avx2} -mavxvnni)
   set(_flags_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mf16c -mfma)
 elseif(EDGE_QKV_TARGET_AARCH64)
   set(_isas armv8 dotprod i8mm)
@@ -49,6 +55,7 @@ foreach(_isa IN LISTS _isas)
   target_sources(edge_qkv_kernel PRIVATE ${_source})
 endforeach()
 
+target_compile_definitions(edge_qkv_kernel PRIVATE $<$<BOOL:${EDGE_QKV_AVXVNNI}>:EDGE_QKV_AVXVNNI>)
 target_compile_features(edge_qkv_kernel PUBLIC cxx_std_17)
 target_include_directories(edge_qkv_kernel PUBLIC ${CMAKE_CURRENT_LIST_DIR}/..)
 set_target_properties(edge_qkv_kernel PROPERTIES

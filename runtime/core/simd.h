@@ -66,7 +66,19 @@ EDGE_QKV_INLINE Int<L> load(const int32_t* p) {
 }
 
 template <int L>
+EDGE_QKV_INLINE Bits<L> load(const uint32_t* p) {
+  Bits<L> v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <int L>
 EDGE_QKV_INLINE void store(float* p, Float<L> v) {
+  memcpy(p, &v, sizeof v);
+}
+
+template <int L>
+EDGE_QKV_INLINE void store(uint32_t* p, Bits<L> v) {
   memcpy(p, &v, sizeof v);
 }
 
@@ -81,6 +93,11 @@ EDGE_QKV_INLINE Int<L> splat(int32_t x) {
   return x - Int<L>{};
 }
 
+template <int L>
+EDGE_QKV_INLINE Bits<L> splat(uint32_t x) {
+  return x - Bits<L>{};
+}
+
 // Sum of the lanes' halves, down to four lanes.
 EDGE_QKV_INLINE Float<4> fold(Float<4> v) { return v; }
 #if defined(__AVX2__)
@@ -92,6 +109,27 @@ EDGE_QKV_INLINE Float<4> fold(Float<8> v) {
 EDGE_QKV_INLINE Float<4> fold(Float<16> v) {
   return fold(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
               __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+#endif
+
+// The largest lane, of lanes of which none is NaN.
+EDGE_QKV_INLINE float largest_lane(Float<4> v) {
+  const Float<4> swapped = __builtin_shufflevector(v, v, 2, 3, 0, 1);
+  v = v > swapped ? v : swapped;
+  return v[0] > v[1] ? v[0] : v[1];
+}
+#if defined(__AVX2__)
+EDGE_QKV_INLINE float largest_lane(Float<8> v) {
+  const Float<4> low = __builtin_shufflevector(v, v, 0, 1, 2, 3);
+  const Float<4> high = __builtin_shufflevector(v, v, 4, 5, 6, 7);
+  return largest_lane(low > high ? low : high);
+}
+#endif
+#if defined(__AVX512F__)
+EDGE_QKV_INLINE float largest_lane(Float<16> v) {
+  const Float<8> low = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
+  const Float<8> high = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  return largest_lane(low > high ? low : high);
 }
 #endif
 
@@ -120,6 +158,13 @@ EDGE_QKV_INLINE Float<L> exp2_nonpositive(Float<L> x) {
   p = p * r + 2.40226477e-1f;
   p = p * r + 6.93147182e-1f;
   p = p * r + 1.0f;
+#if defined(__AVX512F__)
+  if constexpr (L == 16) {
+    // The form with a mask, for GCC warns of an uninitialised operand in its own header's plain one.
+    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return (Float<16>)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)(shifted - kRound));
+  }
+#endif
   const Float<L> scaled = (Float<L>)((Bits<L>)p + ((Bits<L>)shifted << 23));
   return x < -126.0f ? Float<L>{} : scaled;
 }
@@ -285,8 +330,7 @@ EDGE_QKV_INLINE uint16_t float_row_to_codes(const float* in, int8_t* out, int64_
     const Float<kLanes> magnitude = (Float<kLanes>)((Bits<kLanes>)x & 0x7fffffffu);
     largest = magnitude > largest ? magnitude : largest;  // false for NaN
   }
-  float top = 0.0f;
-  for (int i = 0; i < kLanes; ++i) top = largest[i] > top ? largest[i] : top;
+  const float top = largest_lane(largest);
   uint16_t scale[kLanes];
   to_half(scale, splat<kLanes>(top / 127.0f));
   const float step = from_half(scale)[0];
@@ -306,6 +350,48 @@ EDGE_QKV_INLINE uint16_t float_row_to_codes(const float* in, int8_t* out, int64_
   }
   return scale[0];
 }
+
+// Products of bytes, where there is an instruction for them: each 32-bit lane of the result is that of
+// `sum` plus four products of the lane's bytes, modulo 2^32. The bytes of `codes` are signed; those of
+// `digits` are not where kDigitsAreUnsigned says so.
+#if defined(__AVX512VNNI__)
+
+#define EDGE_QKV_INTEGER_PRODUCTS 1
+constexpr bool kDigitsAreUnsigned = true;
+EDGE_QKV_INLINE Bits<16> add_products(Bits<16> sum, Bits<16> digits, Bits<16> codes) {
+  return (Bits<16>)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)digits, (__m512i)codes);
+}
+EDGE_QKV_INLINE Bits<8> add_products(Bits<8> sum, Bits<8> digits, Bits<8> codes) {
+  return (Bits<8>)_mm256_dpbusd_epi32((__m256i)sum, (__m256i)digits, (__m256i)codes);
+}
+EDGE_QKV_INLINE Bits<4> add_products(Bits<4> sum, Bits<4> digits, Bits<4> codes) {
+  return (Bits<4>)_mm_dpbusd_epi32((__m128i)sum, (__m128i)digits, (__m128i)codes);
+}
+
+#elif defined(__AVXVNNI__)
+
+#define EDGE_QKV_INTEGER_PRODUCTS 1
+constexpr bool kDigitsAreUnsigned = true;
+EDGE_QKV_INLINE Bits<8> add_products(Bits<8> sum, Bits<8> digits, Bits<8> codes) {
+  return (Bits<8>)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)digits, (__m256i)codes);
+}
+EDGE_QKV_INLINE Bits<4> add_products(Bits<4> sum, Bits<4> digits, Bits<4> codes) {
+  return (Bits<4>)_mm_dpbusd_avx_epi32((__m128i)sum, (__m128i)digits, (__m128i)codes);
+}
+
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+#define EDGE_QKV_INTEGER_PRODUCTS 1
+constexpr bool kDigitsAreUnsigned = false;
+EDGE_QKV_INLINE Bits<4> add_products(Bits<4> sum, Bits<4> digits, Bits<4> codes) {
+  return (Bits<4>)vdotq_s32((int32x4_t)sum, (int8x16_t)digits, (int8x16_t)codes);
+}
+
+#else
+
+#define EDGE_QKV_INTEGER_PRODUCTS 0
+
+#endif
 
 }  // namespace EDGE_QKV_ISA
 }  // namespace edge_qkv

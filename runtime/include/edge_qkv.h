@@ -50,7 +50,8 @@ typedef struct eqkv_session eqkv_session;
 #define EQKV_ABI_VERSION 3
 EQKV_API int eqkv_abi_version(void);
 
-/* Instruction set of the attention kernel: "baseline", "avx2", "avx512", "armv8", "dotprod", "i8mm". */
+/* Instruction set of the attention kernel: "baseline", "avx2", "avxvnni", "avx512",
+   "armv8", "dotprod", "i8mm". */
 EQKV_API const char* eqkv_isa(void);
 
 /* What went wrong in the last call of this thread that did not return EQKV_OK. Never null. */

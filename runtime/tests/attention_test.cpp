@@ -2,15 +2,13 @@
 // scores, full softmax, rotations by angle difference.
 //
 // Runs on the instruction set in use (EDGE_QKV_ISA forces one). --quick runs a reduced list, for
-// emulators;
-// --bench prints times instead.
-#include <chrono>
+// emulators.
+#include "attention_test.h"
+
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 #include <iterator>
-#include <limits>
 #include <string>
 #include <vector>
 
@@ -28,11 +26,17 @@ namespace {
 // of thousands of rows of either sign add rounding in proportion to the sum of magnitudes, ten times the
 // result and more. 2e-5 leaves room for that on every instruction set, fused or not; a wrong row, mask
 // or sign gives 1e-3 and more.
-constexpr double kBound = 2e-5;
+//
+// Over int8 rows the queries and weights of some instruction sets are integers of 16 bits
+// (attention_int8.h). A query here is off by 1.5e-5 of its largest value at most, a score of magnitude
+// 20 so by some 1e-4 where all dimensions err together: 5e-4.
+double bound(CacheType type) {
+  const std::string isa = isa_name();
+  const bool fp32 = isa == "baseline" || isa == "avx2" || isa == "armv8";
+  return type == CacheType::kInt8 && !fp32 ? 5e-4 : 2e-5;
+}
 
 bool quick = false;
-
-constexpr CacheType kTypes[] = {CacheType::kFloat32, CacheType::kFloat16, CacheType::kInt8};
 
 double worst_error[std::size(kTypes)] = {};  // of all cases so far, by CacheType
 
@@ -45,7 +49,7 @@ bool check(const Case& c, Pool& pool, size_t tasks) {
     const double error = written ? problem.error() : 0;
     double& worst = worst_error[static_cast<int>(type)];
     worst = std::max(worst, error);
-    if (inside && written && error <= kBound) continue;
+    if (inside && written && error <= bound(type)) continue;
     std::printf(
         "  B %lld T %lld past %lld H %d G %d D %d rotary %d R %d separate %d window %lld sinks %lld "
         "%s: ",
@@ -70,8 +74,6 @@ bool check_all(const std::vector<Case>& cases, Pool& pool) {
   for (const Case& c : cases) good &= check(c, pool, 1 + tasks++ % 3);
   return good;
 }
-
-constexpr Rotary kModes[] = {Rotary::kNone, Rotary::kConjugate, Rotary::kOnRead};
 
 bool head_dims(Pool& pool) {
   std::vector<Case> cases;
@@ -180,83 +182,6 @@ bool windows(Pool& pool) {
   return check_all(cases, pool);
 }
 
-// Rows where a rule of quantisation decides, each alone in its head: ties, the largest code, values and
-// scales that round to 0 or leave fp16, NaN and infinity.
-bool codes(Pool& pool) {
-  constexpr float kInf = std::numeric_limits<float>::infinity();
-  constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-  const std::vector<std::vector<float>> starts = {
-      {0.0f, -0.0f},
-      {127.0f, 0.5f, 1.5f, 2.5f, -0.5f, -1.5f, 126.5f, -126.5f},  // scale 1
-      {-127.0f, 0.49999997f, 0.50000006f},
-      {1.0f, -1.0f},
-      {127 * 1.00048828f, -127 * 1.00048828f},  // the scale rounds down: 127.06 steps
-      {1e-6f, -1e-6f, 3e-7f},                   // scale below 2^-24 / 2: 0
-      {3.78e-6f, -3.79e-6f},                    // scale next to 2^-25, to even: 0
-      {1.135e-5f, -1.1e-5f, 5e-6f},             // a subnormal scale far from the exact one
-      {1e-40f, 1e-45f},
-      {1e7f, -1e7f, 8.319e6f, 4e6f},  // the scale saturates at 65504
-      {3e38f, -3e38f, 1.0f},
-      {kInf, -kInf, 1e6f, -1.0f},
-      {kNaN, 1.0f, -0.25f},
-      {kNaN, kNaN},
-      {kNaN, kInf},
-  };
-  for (int dim : {1, 2, 7, 16, 31, 62, 64, 80, 128}) {
-    Problem problem({static_cast<int64_t>(starts.size()), 0, 1, 1, dim}, CacheType::kInt8);
-    for (size_t t = 0; t < starts.size(); ++t) {
-      float* row = &problem.key[t * dim];
-      // The rest of the row within the row's own range, so that whole and partial vectors take part.
-      const float least = std::fabs(starts[t].back()) / 4;
-      for (int d = 0; d < dim; ++d) row[d] = std::isfinite(least) ? row[d] / 4 * least : 0.0f;
-      for (int d = 0; d < std::min<int>(dim, starts[t].size()); ++d) row[dim - 1 - d] = starts[t][d];
-    }
-    if (!problem.run(1, pool)) return false;
-    for (size_t t = 0; t < starts.size(); ++t) {
-      if (problem.has_codes(problem.key_cache, t, &problem.key[t * dim])) continue;
-      std::printf("  D %d: wrong codes of the row that begins with %g\n", dim, starts[t][0]);
-      return false;
-    }
-    for (size_t i = 0; i < problem.query.size(); ++i) {
-      if (!std::isfinite(problem.p.output[i])) return false;
-    }
-  }
-  return true;
-}
-
-// Quantisation is the last thing that happens to a row and the first that is undone: the output is that
-// of an fp32 cache but for the rounding of the rows. A value is off by up to a 254th of its row's
-// largest, which is 3 to 4 of its standard deviations, so by 1 % of one on average, keys as well as
-// values; rows that are not turned back, or turned before their codes are undone, are off by all of it.
-bool int8_is_near_fp32(Pool& pool) {
-  for (Rotary mode : kModes) {
-    for (bool separate : {false, true}) {
-      for (int64_t tokens : {1, 40}) {
-        const Case c = {tokens, 300, 8, 2, 64, mode, mode == Rotary::kNone ? 0 : 64, separate};
-        std::vector<float> outputs[2];
-        for (CacheType type : {CacheType::kFloat32, CacheType::kInt8}) {
-          rng().seed(7);
-          Problem problem(c, type);
-          if (!problem.run(2, pool)) return false;
-          outputs[type == CacheType::kInt8].assign(problem.p.output,
-                                                   problem.p.output + problem.query.size());
-        }
-        double square = 0, difference = 0;
-        for (size_t i = 0; i < outputs[0].size(); ++i) {
-          square += outputs[0][i] * outputs[0][i];
-          difference += std::pow(outputs[0][i] - outputs[1][i], 2);
-        }
-        if (!(difference > 0 && std::sqrt(difference / square) < 0.03)) {
-          std::printf("  rotary %d separate %d: off by %g\n", static_cast<int>(mode), separate,
-                      std::sqrt(difference / square));
-          return false;
-        }
-      }
-    }
-  }
-  return true;
-}
-
 // The result must be the same bit for bit on any number of tasks and threads.
 bool task_counts(Pool& pool) {
   const std::vector<Case> cases = {{1, 5000, 32, 1, 64},
@@ -289,8 +214,9 @@ bool chunked_prefill(Pool& pool) {
     const int64_t tokens = quick ? 80 : 300;
     Case c = {tokens, 40, 8, 2, 64, mode, rotary_dim, mode == Rotary::kOnRead};
     if (i % 2) c.window = 50, c.sinks = 9;
-    Problem problem(c, i % 2 ? CacheType::kInt8 : CacheType::kFloat16);
-    if (!problem.run(2, pool) || !(problem.error() <= kBound)) return false;
+    const CacheType type = i % 2 ? CacheType::kInt8 : CacheType::kFloat16;
+    Problem problem(c, type);
+    if (!problem.run(2, pool) || !(problem.error() <= bound(type))) return false;
     for (const std::vector<int64_t>& chunks : {std::vector<int64_t>{1}, {64}, {1, 7, 63, 2}}) {
       const AttentionParams whole = problem.p;
       std::memset(problem.p.output, 0xff, problem.query.size() * sizeof(float));
@@ -307,7 +233,7 @@ bool chunked_prefill(Pool& pool) {
         done += p.tokens;
       }
       problem.p = whole;
-      if (!(problem.error() <= kBound)) return false;
+      if (!(problem.error() <= bound(type))) return false;
     }
   }
   return true;
@@ -332,61 +258,6 @@ bool nothing_to_do(Pool& pool) {
   problem.p.tokens = 0;
   problem.p.query = problem.p.key = nullptr;
   return problem.run(2, pool) && std::isnan(problem.p.output[0]);
-}
-
-// ---- half precision ----
-
-bool halves_to_floats(Pool&) {
-  std::vector<uint16_t> halves(65536);
-  for (size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<uint16_t>(i);
-  std::vector<float> floats(halves.size());
-  std::vector<uint16_t> back(halves.size());
-  active_kernel().half_to_float(halves.data(), floats.data(), halves.size());
-  active_kernel().float_to_half(floats.data(), back.data(), halves.size());
-  for (size_t i = 0; i < halves.size(); ++i) {
-    const double want = half_value(halves[i]);
-    if (std::isnan(want) ? !std::isnan(floats[i]) || !std::isnan(half_value(back[i]))
-                         : floats[i] != want || std::signbit(floats[i]) != std::signbit(want)) {
-      return false;
-    }
-    if (std::isfinite(want) && back[i] != halves[i]) return false;
-    if (std::isinf(want) && half_value(back[i]) != std::copysign(65504.0, want)) return false;
-  }
-  return true;
-}
-
-bool floats_to_halves(Pool&) {
-  std::vector<float> floats = {0.0f, -0.0f, 1e-45f, 3e-8f, 65504.0f, 65519.99f, 65520.0f, 7e4f, 3e38f};
-  floats.push_back(std::numeric_limits<float>::infinity());
-  floats.push_back(std::numeric_limits<float>::quiet_NaN());
-  // Every half, every point half way between two, and the floats next to these.
-  for (uint16_t h = 0; h < 0x7c00; ++h) {
-    const float at = static_cast<float>(half_value(h));
-    const float middle =
-        static_cast<float>((half_value(h) + (h == 0x7bff ? 65536 : half_value(h + 1))) / 2);
-    for (float x : {at, middle}) {
-      floats.insert(floats.end(), {x, std::nextafter(x, 1e9f), std::nextafter(x, -1e9f)});
-    }
-  }
-  std::uniform_int_distribution<uint32_t> any;
-  for (int i = 0; i < 300000; ++i) {
-    const uint32_t bits = any(rng());
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    floats.push_back(x);
-  }
-  const size_t count = floats.size();
-  for (size_t i = 0; i < count; ++i) floats.push_back(-floats[i]);
-  std::vector<uint16_t> halves(floats.size());
-  active_kernel().float_to_half(floats.data(), halves.data(), floats.size());
-  for (size_t i = 0; i < floats.size(); ++i) {
-    const double got = half_value(halves[i]), want = nearest_half(floats[i]);
-    if (std::isnan(want) ? !std::isnan(got) : got != want || std::signbit(got) != std::signbit(want)) {
-      std::printf("  %.9g became %.9g instead of %.9g\n", floats[i], got, want);
-      return false;
-    }
-  }
-  return true;
 }
 
 // ---- validation ----
@@ -484,66 +355,6 @@ bool forced_choice(Pool&) {
   return isa_error() == nullptr;
 }
 
-// ---- times ----
-
-struct Times {
-  double median, best;  // ms
-};
-
-Times measure(int repeats, const std::function<void()>& f) {
-  std::vector<double> times;
-  for (int i = 0; i < repeats; ++i) {
-    const auto start = std::chrono::steady_clock::now();
-    f();
-    const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
-    times.push_back(took.count());
-  }
-  std::sort(times.begin(), times.end());
-  return {times[repeats / 2], times[0]};
-}
-
-int bench() {
-  struct {
-    const char* name;
-    int layers;
-    Case c;
-    CacheType type = CacheType::kFloat16;
-  } const table[] = {
-      {"decode, 32 heads on 1, depth 32768, int8", 22, {1, 32768, 32, 1, 64}, CacheType::kInt8},
-      {"prefill of 64 tokens, 32 heads on 1, depth 4096, int8",
-       22,
-       {64, 4096, 32, 1, 64},
-       CacheType::kInt8},
-      {"decode, 32 heads on 1, depth 32768, window 1024, 4 sinks",
-       22,
-       {1, 32768, 32, 1, 64, Rotary::kNone, 0, false, 1, 1024, 4}},
-      {"decode, 32 heads on 1, depth 32768", 22, {1, 32768, 32, 1, 64}},
-      {"the same, conjugate rotary", 22, {1, 32768, 32, 1, 64, Rotary::kConjugate, 64}},
-      {"the same, rotary on read", 22, {1, 32768, 32, 1, 64, Rotary::kOnRead, 64}},
-      {"decode, 32 heads on 8, separate values, depth 4096",
-       22,
-       {1, 4096, 32, 8, 64, Rotary::kNone, 0, true}},
-      {"decode, 32 heads on 32, separate values, depth 4096",
-       2,
-       {1, 4096, 32, 32, 64, Rotary::kNone, 0, true}},
-      {"prefill of 64 tokens, 32 heads on 1, depth 4096", 22, {64, 4096, 32, 1, 64}},
-  };
-  for (const auto& row : table) {
-    std::vector<Problem> layers;
-    for (int i = 0; i < row.layers; ++i) layers.emplace_back(row.c, row.type);
-    for (int threads : {1, 2}) {
-      Pool pool(threads);
-      std::vector<char> workspace(attention_workspace_bytes(layers[0].p, threads));
-      const Times ms = measure(9, [&] {
-        for (Problem& layer : layers) attention(layer.p, workspace.data(), threads, pool.handle());
-      });
-      std::printf("%-52s %2d layers, %d threads: median %8.2f ms, best %8.2f ms\n", row.name, row.layers,
-                  threads, ms.median, ms.best);
-    }
-  }
-  return 0;
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -551,8 +362,6 @@ int main(int argc, char** argv) {
     if (!std::strcmp(argv[i], "--quick")) quick = true;
   }
   std::printf("instruction set: %s\n", isa_name());
-  if (argc > 1 && !std::strcmp(argv[1], "--bench")) return bench();
-
   Pool pool(3);
   const struct {
     const char* name;
@@ -573,6 +382,8 @@ int main(int argc, char** argv) {
       {"windows and sinks", windows},
       {"int8 codes", codes},
       {"an int8 cache is near an fp32 one", int8_is_near_fp32},
+      {"int8 rows and queries that are hard on integers", int8_adversaries},
+      {"queries that are no numbers", nan_queries},
       {"large scores", large_scores},
       {"the number of tasks changes nothing", task_counts},
       {"prefill in chunks", chunked_prefill},
@@ -586,9 +397,10 @@ int main(int argc, char** argv) {
   }
   std::printf("max relative error:");
   for (CacheType type : kTypes) {
-    std::printf(" %s cache %.3g,", facts(type).name, worst_error[static_cast<int>(type)]);
+    std::printf(" %s cache %.3g of %.3g;", facts(type).name, worst_error[static_cast<int>(type)],
+                bound(type));
   }
-  std::printf(" bound %.3g\n", kBound);
+  std::printf("\n");
   std::printf("%d passed, %d failed\n", passed, failed);
   return failed ? 1 : 0;
 }

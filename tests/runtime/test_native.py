@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ISAS = ("baseline", "avx2", "avx512", "armv8", "dotprod", "i8mm")
+ISAS = ("baseline", "avx2", "avxvnni", "avx512", "armv8", "dotprod", "i8mm")
 
 
 def _run(*command: object, **environment: str) -> subprocess.CompletedProcess:

@@ -1,0 +1,165 @@
+// Times of the attention operator alone, by cache type, depth, new tokens and threads.
+//
+// Runs on the instruction set in use (EDGE_QKV_ISA forces one). Within a round the cache types take
+// turns, so that what else the machine does meets all of them: compare figures of one line.
+//
+//   attention_bench [--depths N,...] [--tokens N,...] [--threads N,...] [--types fp32,fp16,int8]
+//                   [--heads N] [--kv-heads N] [--dim N] [--rotary none|conjugate|read] [--separate]
+//                   [--window N] [--layers N] [--milliseconds N]
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "attention_problem.h"
+
+using namespace edge_qkv;
+
+namespace {
+
+struct Options {
+  std::vector<int64_t> depths = {0, 1024, 8192, 32768};
+  std::vector<int64_t> tokens = {1, 64, 512};
+  std::vector<int64_t> threads = {1, 2};
+  std::vector<CacheType> types = {CacheType::kFloat16, CacheType::kInt8};
+  Case shape = {1, 0, 32, 1, 64};
+  int layers = 4;             // caches that take turns, so that none stays in a core's own cache
+  double milliseconds = 600;  // a line and cache type
+};
+
+std::vector<std::string> split(const char* list) {
+  std::vector<std::string> parts(1);
+  for (; *list; ++list) {
+    if (*list == ',') {
+      parts.emplace_back();
+    } else {
+      parts.back() += *list;
+    }
+  }
+  return parts;
+}
+
+std::vector<int64_t> numbers(const char* list) {
+  std::vector<int64_t> parsed;
+  for (const std::string& part : split(list)) parsed.push_back(std::atoll(part.c_str()));
+  return parsed;
+}
+
+template <size_t N>
+int find(const char* const (&names)[N], const std::string& name) {
+  for (size_t i = 0; i < N; ++i) {
+    if (name == names[i]) return static_cast<int>(i);
+  }
+  std::fprintf(stderr, "attention_bench: %s is not known.\n", name.c_str());
+  std::exit(2);
+}
+
+Options parse(int argc, char** argv) {
+  Options o;
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    if (name == "--separate") {
+      o.shape.separate = true;
+      continue;
+    }
+    const char* value = i + 1 < argc ? argv[++i] : "";
+    if (name == "--depths") {
+      o.depths = numbers(value);
+    } else if (name == "--tokens") {
+      o.tokens = numbers(value);
+    } else if (name == "--threads") {
+      o.threads = numbers(value);
+    } else if (name == "--types") {
+      o.types.clear();
+      for (const std::string& type : split(value)) {
+        o.types.push_back(static_cast<CacheType>(find({"fp32", "fp16", "int8"}, type)));
+      }
+    } else if (name == "--rotary") {
+      o.shape.rotary = static_cast<Rotary>(find({"none", "conjugate", "read"}, value));
+    } else {
+      int64_t window = 0, layers = 0, milliseconds = 0, heads = 0, kv_heads = 0, dim = 0;
+      const char* const names[] = {"--window", "--layers",   "--milliseconds",
+                                   "--heads",  "--kv-heads", "--dim"};
+      int64_t* const places[] = {&window, &layers, &milliseconds, &heads, &kv_heads, &dim};
+      *places[find(names, name)] = std::atoll(value);
+      if (window) o.shape.window = window;
+      if (layers) o.layers = static_cast<int>(layers);
+      if (milliseconds) o.milliseconds = static_cast<double>(milliseconds);
+      if (heads) o.shape.heads = static_cast<int>(heads);
+      if (kv_heads) o.shape.kv_heads = static_cast<int>(kv_heads);
+      if (dim) o.shape.dim = static_cast<int>(dim);
+    }
+  }
+  o.shape.rotary_dim = o.shape.rotary == Rotary::kNone ? 0 : o.shape.dim / 2 * 2;
+  return o;
+}
+
+// The layers of one cache type and how long a call takes, in ms.
+struct Contestant {
+  CacheType type;
+  std::vector<Problem> layers;
+  std::vector<double> times;
+
+  void run(Pool& pool, int threads, std::vector<char>& workspace) {
+    for (Problem& layer : layers) {
+      workspace.resize(attention_workspace_bytes(layer.p, threads));
+      const auto start = std::chrono::steady_clock::now();
+      attention(layer.p, workspace.data(), threads, pool.handle());
+      const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
+      times.push_back(took.count());
+    }
+  }
+};
+
+void measure(const Options& o, int64_t depth, int64_t tokens) {
+  Case c = o.shape;
+  c.past = depth, c.tokens = tokens;
+  std::vector<Contestant> contestants;
+  for (CacheType type : o.types) {
+    contestants.push_back({type, {}, {}});
+    for (int i = 0; i < o.layers; ++i) contestants.back().layers.emplace_back(c, type);
+  }
+  for (int64_t threads : o.threads) {
+    Pool pool(static_cast<int>(threads));
+    std::vector<char> workspace;
+    const auto start = std::chrono::steady_clock::now();
+    for (Contestant& contestant : contestants) {
+      contestant.run(pool, static_cast<int>(threads), workspace);  // warm
+      contestant.times.clear();
+    }
+    std::chrono::duration<double, std::milli> took;
+    do {
+      for (Contestant& contestant : contestants)
+        contestant.run(pool, static_cast<int>(threads), workspace);
+      took = std::chrono::steady_clock::now() - start;
+    } while (took.count() < o.milliseconds * static_cast<double>(contestants.size()));
+    std::printf("%7lld %6lld %7lld", (long long)depth, (long long)tokens, (long long)threads);
+    double first = 0;
+    for (Contestant& contestant : contestants) {
+      std::vector<double>& times = contestant.times;
+      std::sort(times.begin(), times.end());
+      if (first == 0) first = times[0];
+      std::printf("  %9.4f %9.4f %6.2fx", times[0], times[times.size() / 2], first / times[0]);
+    }
+    std::printf("\n");
+    std::fflush(stdout);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const Options o = parse(argc, argv);
+  std::printf("instruction set: %s; %d heads on %d of %d; ms a layer; x: against the first type\n",
+              isa_name(), o.shape.heads, o.shape.kv_heads, o.shape.dim);
+  std::printf("  depth tokens threads");
+  for (CacheType type : o.types) std::printf("  %4s fewest    median       x", facts(type).name);
+  std::printf("\n");
+  for (int64_t depth : o.depths) {
+    for (int64_t tokens : o.tokens) measure(o, depth, tokens);
+  }
+  return 0;
+}
