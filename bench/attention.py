@@ -1,6 +1,6 @@
 """The attention operator alone beside ONNX Runtime's own for such models, GroupQueryAttention.
 
-    python -m edge_qkv.bench.attention --depths 8192 32768
+    edge-qkv bench attention --depths 8192 32768
 
 One token attends over a cache of the given depth, both operators in one process, through ONNX Runtime. They take
 turns, so that what else the machine does meets all of them.
@@ -21,7 +21,7 @@ import numpy as np
 
 from edge_qkv import _native
 from edge_qkv.attention import CACHE_DTYPE
-from edge_qkv.bench.common import command_line, run
+from edge_qkv.bench.common import add_measuring, command_line, run, say
 from edge_qkv.checks import thread_count, whole
 from edge_qkv.errors import EdgeQKVError, InputError
 from edge_qkv.tables import table
@@ -181,7 +181,8 @@ def measure(depth: int, rounds: int, threads: int) -> dict[str, list[float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command_line("attention", SUMMARY, 15, "rounds a depth", NOTES)
+    parser = command_line("attention", SUMMARY, NOTES)
+    add_measuring(parser, 15, "rounds a depth")
     parser.add_argument(
         "--depths", type=int, nargs="+", default=list(DEPTHS), help="rows in the cache; default: %(default)s"
     )
@@ -198,7 +199,7 @@ def _report(arguments: argparse.Namespace) -> None:
     threads = thread_count(arguments.threads) or os.cpu_count()
     results = []
     for depth in depths:
-        print(f"depth {depth:,}", file=sys.stderr, flush=True)
+        say(f"depth {depth:,}")
         for name, ms in measure(depth, max(1, arguments.repeats), threads).items():
             results.append({"depth": depth, "operator": name, "ms": ms})
     if arguments.json:
