@@ -329,6 +329,8 @@ def test_a_damaged_file_is_refused(parts, refused, tmp_path):
             flipped[position] ^= 1 << int(generator.integers(8))
             damaged.write_bytes(flipped)
             refused(damaged, "damaged|another model|version")
+    np.savez_compressed(damaged.with_suffix(".npz"), **parts)
+    refused(damaged.with_suffix(".npz"), "parts are compressed")
     np.save(damaged.with_suffix(".npy"), np.zeros(3))
     refused(damaged.with_suffix(".npy"), "damaged")
     damaged.write_bytes(pickle.dumps({"tokens": [1]}))

@@ -293,6 +293,8 @@ def _read_snapshot(name: str) -> dict[str, np.ndarray]:
     foreign = f"{name}: is no snapshot of such a session, or a damaged one"
     try:
         with np.load(name, allow_pickle=False) as archive:
+            if any(member.compress_type for member in archive.zip.infolist()):  # a small file may be endless so
+                raise InputError(f"{foreign} (its parts are compressed)")
             if (version := int(archive["version"])) != _VERSION:
                 raise InputError(f"{name}: is a snapshot of version {version}, this edge-qkv reads {_VERSION}")
             parts = {key: archive[key] for key in ("fingerprint", "tokens", *archive.files)}
