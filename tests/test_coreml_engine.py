@@ -166,6 +166,19 @@ def test_pressure_is_not_watched_and_nothing_is_packed(model, package):
         pack(package[1])
 
 
+def test_an_overflow_is_forgotten_with_its_tokens(model, expected):
+    with Session(model, CAPACITY) as session:
+        session.evaluate(expected.ids[:20])
+        state = session._engine._cache._state
+        for name in state.features:
+            rows = state.read_state(name)
+            rows[:, :, 10:] = np.inf
+            state.write_state(name, rows)
+        assert np.isnan(session.score(expected.ids[20:22])).any()
+        session.rewind(10)
+        np.testing.assert_allclose(session.score(expected.ids[10:40]), expected.logits[10:40], atol=TOLERANCE)
+
+
 def test_a_session_goes_on_after_its_model_is_closed(evaluated, package, expected, monkeypatch):
     """With the functions that it has: Core ML prepares one for the device whenever it is opened."""
     opened, load = [], coreml.load_function

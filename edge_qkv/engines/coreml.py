@@ -71,9 +71,14 @@ class StateCache:
         kinds = ("kv",) if config.unified else ("key", "value")
         self._names = [f"{kind}_{layer}" for layer in range(config.layers) for kind in kinds]
         self._shape = (1, config.kv_heads, config.max_positions, config.head_dim)
+        self._spoilt = False
         self.most_tokens, self.bytes = chunk, config.cache_bytes(config.max_positions, "fp16")
 
     def evaluate(self, tokens: np.ndarray, past: int, every: bool) -> np.ndarray:
+        if self._spoilt:
+            # A row that is hidden has a weight of 0, which times infinity is no number: no later call would be sound.
+            self.write(self.read(past), past)
+            self._spoilt = False
         count, chunk = len(tokens), self.most_tokens
         if count == 1 or past + chunk > self._config.max_positions:
             # A chunk is written whole, and one that does not fit before the end has no place.
@@ -88,7 +93,9 @@ class StateCache:
     def _predict(self, function: str, tokens: np.ndarray, past: int, **more: np.ndarray) -> np.ndarray:
         inputs = {"input_ids": tokens[None].astype(np.int32), "past": np.array([past], np.int32), **more}
         logits = self._function(function).predict(inputs, self._state)["logits"]  # [1, R, V]
-        return np.asarray(logits, np.float32)[0]
+        logits = np.asarray(logits, np.float32)[0]
+        self._spoilt = self._spoilt or not np.isfinite(logits).all()
+        return logits
 
     def rewind(self, length: int) -> None:
         """Rows are overwritten when they are used again."""
