@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from edge_qkv.errors import InputError
 
@@ -26,11 +26,19 @@ def read_text(path: Path, option: str) -> str:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes `data` to a temporary file beside `path`, then renames it into place."""
+    with written_atomically(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def written_atomically(path: Path) -> Iterator[BinaryIO]:
+    """A temporary file beside `path`, renamed into place when all of it is on the disk."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            yield file
+            file.flush()
+            os.fsync(descriptor)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:

@@ -27,7 +27,9 @@ class Model:
     used are moved to files when one needs the room. context, prefill_chunk: the longest session to plan the budget
     for, in tokens (None: the longest that it holds), and the largest chunk (0: 128). packed: directory of weights that
     `pack` has prepared for this processor (None: the default one; False: do not use them). spill: directory for caches
-    that leave RAM (None: the system's for temporary files). Raises `InputError`.
+    that leave RAM (None: the system's for temporary files).
+
+    Packages for coreml and gguf refuse memory, packed and spill, those for coreml threads as well. Raises `InputError`.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Model:
 
         'workspace': buffers between evaluations; 'idle': and the caches of all sessions but the last used, which are
         moved to files; 'all': and that one's, and the pages of the weights. Sessions that another thread is in are
-        left alone.
+        left alone. The engines of coreml and gguf packages have nothing to give back.
         """
         if level not in _TRIM_LEVELS:
             raise InputError(f"level {level!r} is not known; choose one of {', '.join(_TRIM_LEVELS)}")

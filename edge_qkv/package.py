@@ -190,7 +190,8 @@ def stop_tokens(tokenizer) -> list[int]:
 
 def _check_file(folder: Path, name: str, facts: Any) -> None:
     file, inside = folder / str(name), PurePosixPath(name)
-    if inside.is_absolute() or ".." in inside.parts or name in ("", ".") or str(inside) != name:
+    unsound = inside.is_absolute() or ".." in inside.parts or name in ("", ".") or str(inside) != name
+    if unsound or set(name) & {"\\", ":"}:  # by which Windows would leave the directory
         raise InputError(f"{folder / MANIFEST}: lists {name!r}, which is no file of a package; export it again")
     if not isinstance(facts, dict) or not isinstance(facts.get("bytes"), int):
         raise InputError(f"{folder / MANIFEST}: says nothing about {name}; export the package again")

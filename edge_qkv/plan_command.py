@@ -9,6 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from edge_qkv.config import CACHE_BYTES, ModelConfig
+from edge_qkv.engines import HOSTED
 from edge_qkv.errors import InputError
 from edge_qkv.package import Package
 from edge_qkv.planning import Plan, fits, plan, planned_model
@@ -73,6 +74,9 @@ def run(arguments: argparse.Namespace) -> None:
         raise InputError(
             "--target, --weights and --block-size are for models that are not exported yet; a package has its own"
         )
+    target = model.target if isinstance(model, Package) else arguments.target or "onnx"
+    if arguments.device and target in HOSTED:
+        raise InputError(f"--device: not all memory that the engine of {target} packages takes is known; leave it out")
     own = model.manifest.get("cache") if isinstance(model, Package) else None
     if own and arguments.cache not in (None, own):
         raise InputError(f"--cache {arguments.cache}: this package has the cache type {own}, chosen at its export")
@@ -85,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
         cache=arguments.cache or own,
         weights=arguments.weights or "int4",
         block_size=arguments.block_size,
-        target=arguments.target or "onnx",
+        target=target,
         prefill_chunk=arguments.prefill_chunk,
         packed=arguments.packed,
     )

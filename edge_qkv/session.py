@@ -32,9 +32,10 @@ OVERFLOW = {"error": 0, "window": 1, "shift": 2}
 class Session:
     """One conversation.
 
-    package: a package directory or a loaded `Model`. context: capacity in tokens (memory is committed as rows are
-    written); "max": all that the budget or the model allows; None: that with a budget, else 4096. prefill_chunk:
-    tokens evaluated at once; 0: 128. memory, packed, spill: of the model that is loaded here, see `Model`.
+    package: a package directory or a loaded `Model`. context: capacity in tokens (the native engines commit memory as
+    rows are written, others at once); "max": all that the budget or the model allows; None: that with a budget, else
+    4096. prefill_chunk: tokens evaluated at once; 0: 128. memory, packed, spill: of the model that is loaded here, see
+    `Model`.
 
     overflow says what happens when tokens do not fit: 'error' raises `ContextFull`; 'window' drops all but the first
     `sinks` (None: 4) and the last `window` tokens (None: half of the context, sinks included); 'shift' drops the
@@ -237,13 +238,15 @@ class Session:
     def save(self, path: str | Path) -> None:
         """Writes tokens, cache and logits to a file, which is replaced only when all is on the disk.
 
-        The format is documented in `runtime/core/snapshot.md`.
+        The format is documented in `runtime/core/snapshot.md`, that of engines that Python hosts in
+        `edge_qkv/engines/hosted.py`.
         """
         self._evaluate_rest()
         self._engine.save(os.fsencode(path))
 
     def restore(self, path: str | Path) -> None:
-        """Puts the session into a saved state: the cache is mapped from the file, nothing is evaluated again.
+        """Puts the session into a saved state: nothing is evaluated again, and the native engines map the cache from
+        the file.
 
         Raises `InputError` for a damaged snapshot or one of another model or cache type, `ContextFull` when its
         tokens do not fit; the session is then as it was.
@@ -261,8 +264,8 @@ class Session:
         self._sync()
 
     def fork(self) -> Session:
-        """A session with the same options and conversation. Both share the pages of the cache; each gets its own copy
-        of those that it changes."""
+        """A session with the same options and conversation. In the native engines both share the pages of the cache,
+        and each gets its own copy of those that it changes; elsewhere the cache is copied."""
         self._evaluate_rest()
         other = Session.__new__(Session)
         other.model, other.context, other.prefill_chunk = self.model, self.context, self.prefill_chunk

@@ -78,7 +78,7 @@ def _coreml(checkpoint: str, output: Path, **options) -> dict[str, Any]:
 
 def _gguf(checkpoint: str, output: Path, **options) -> dict[str, Any]:
     if importlib.util.find_spec("gguf") is None:
-        raise InputError("--target gguf needs gguf; install it: pip install 'edge-qkv[llama-cpp]'")
+        raise InputError("--target gguf needs gguf; install it: pip install gguf")
     from edge_qkv.export.gguf import export_gguf
 
     return _export(export_gguf, checkpoint, output, **options)

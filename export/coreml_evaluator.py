@@ -11,7 +11,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -189,12 +189,14 @@ def _model_file(package: Path) -> Path:
     manifest = package / "Manifest.json"
     try:
         content = json.loads(manifest.read_text())
-        path = package / "Data" / content["itemInfoEntries"][content["rootModelIdentifier"]]["path"]
+        inside = PurePosixPath(content["itemInfoEntries"][content["rootModelIdentifier"]]["path"])
+        if inside.is_absolute() or ".." in inside.parts:
+            raise ValueError("it names a file outside of the package")
     except OSError as error:
         raise InputError(f"{package} is no package of Core ML: {manifest.name} cannot be read") from error
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{manifest} is damaged; copy the whole package or export it again") from error
-    return path
+    return package / "Data" / inside
 
 
 def _read_model(file: Path) -> Model_pb2.Model:

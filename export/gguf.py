@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,14 @@ _ADD: dict[type, Callable[[GGUFWriter, str, Any], None]] = {
 
 def _converted(tensor: Tensor, kind: GGMLQuantizationType, checkpoint: Checkpoint) -> np.ndarray:
     """The bytes of a tensor in a file."""
-    made = tensor.make(lambda name: checkpoint.tensors[name]().float().numpy())
+
+    def read(name: str) -> np.ndarray:
+        weight = checkpoint.tensors[name]().float().numpy()
+        if not np.isfinite(weight).all():
+            raise InputError(f"{name} holds values that are not finite; the checkpoint is damaged")
+        return weight
+
+    made = tensor.make(read)
     made = np.ascontiguousarray(made, np.float32).reshape(-1, tensor.shape[-1])
     if kind == _F32:
         return made
@@ -221,7 +229,7 @@ def _quantize(source: Path, path: Path, mapping: Mapping) -> None:
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = int(LlamaFileType.MOSTLY_Q4_K_M)
     params.tt_overrides = ctypes.cast(overrides, type(params.tt_overrides))
-    if llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(params)):
+    if llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(path), ctypes.byref(params)):
         raise InputError("--weights q4_k: llama.cpp could not quantise this model; choose q4_0")
 
 

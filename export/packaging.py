@@ -100,7 +100,8 @@ def check_space(directory: Path, needed: int) -> None:
 
 @contextmanager
 def open_session(directory: Path, context: int) -> Iterator[tuple[parity.Score, str]]:
-    """A `Runner` on the native runtime."""
+    """A `Runner` on a session, of whichever engine runs the package."""
+    from edge_qkv.engines import NATIVE
     from edge_qkv.loaded import Model
     from edge_qkv.session import Session
 
@@ -113,7 +114,7 @@ def open_session(directory: Path, context: int) -> Iterator[tuple[parity.Score, 
             session.rewind(0)
             return session.score(tokens)
 
-        yield score, "edge-qkv"
+        yield score, "edge-qkv" if model.package.target in NATIVE else model.info.engine.decode()
 
 
 def _listed(directory: Path, progress: Progress) -> dict[str, dict[str, Any]]:

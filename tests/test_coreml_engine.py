@@ -166,6 +166,43 @@ def test_pressure_is_not_watched_and_nothing_is_packed(model, package):
         pack(package[1])
 
 
+def test_an_overflow_is_forgotten_with_its_tokens(model, expected):
+    with Session(model, CAPACITY) as session:
+        session.evaluate(expected.ids[:20])
+        state = session._engine._cache._state
+        for name in state.features:
+            rows = state.read_state(name)
+            rows[:, :, 10:] = np.inf
+            state.write_state(name, rows)
+        assert np.isnan(session.score(expected.ids[20:22])).any()
+        session.rewind(10)
+        np.testing.assert_allclose(session.score(expected.ids[10:40]), expected.logits[10:40], atol=TOLERANCE)
+
+
+def test_a_session_goes_on_after_its_model_is_closed(evaluated, package, expected, monkeypatch):
+    """With the functions that it has: Core ML prepares one for the device whenever it is opened."""
+    opened, load = [], coreml.load_function
+    monkeypatch.setattr(coreml, "load_function", lambda path, name: opened.append(name) or load(path, name))
+    model = Model(package[1])
+    with Session(model, CAPACITY) as session:
+        session.evaluate(expected.ids[: CHUNK + 1])
+        assert opened == ["decode", "prefill"]
+        model.close()
+        session.rewind(0)
+        session.evaluate(expected.ids[: CHUNK + 1])
+        np.testing.assert_allclose(session.logits(), expected.logits[CHUNK], atol=TOLERANCE)
+        assert opened == ["decode", "prefill"]
+
+
+@pytest.mark.skipif(coreml.runs_here(), reason="Core ML is here")
+def test_a_model_that_core_ml_does_not_open_is_one_sentence(package, monkeypatch):
+    """coremltools makes an object of it all the same."""
+    monkeypatch.setattr(coreml, "runs_here", lambda: True)
+    with pytest.raises(InputError, match=r"model\.mlpackage: Core ML cannot open it \(State.*\); export it") as refused:
+        Model(package[1])
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.skipif(coreml.runs_here(), reason="Core ML is here")
 def test_elsewhere_running_one_is_one_sentence(package):
     run = [sys.executable, "-m", "edge_qkv", "run", str(package[1]), "--tokens", "1,2"]

@@ -23,6 +23,7 @@ import torch
 from conftest import TINY
 from eager import TOLERANCE, expect, walk_session
 from edge_qkv import Cancelled, ContextFull, InputError, Model, Sampling, Session, _native, engines, pack, plan
+from edge_qkv.cli import main
 from edge_qkv.engines import ModelOptions
 from edge_qkv.engines.hosted import HostedModel, refuse_options
 from edge_qkv.model import Decoder
@@ -329,6 +330,8 @@ def test_a_damaged_file_is_refused(parts, refused, tmp_path):
             flipped[position] ^= 1 << int(generator.integers(8))
             damaged.write_bytes(flipped)
             refused(damaged, "damaged|another model|version")
+    np.savez_compressed(damaged.with_suffix(".npz"), **parts)
+    refused(damaged.with_suffix(".npz"), "parts are compressed")
     np.save(damaged.with_suffix(".npy"), np.zeros(3))
     refused(damaged.with_suffix(".npy"), "damaged")
     damaged.write_bytes(pickle.dumps({"tokens": [1]}))
@@ -521,6 +524,12 @@ def test_a_plan_says_what_it_does_not_know(package, random_package):
         plan(package, cache="int8")
     with pytest.raises(InputError, match=r"^--memory: .*leave it out"):
         plan(package, memory="1GB")
+
+
+@pytest.mark.parametrize("of", [["--target", "gguf", "1.2B/Q-MQA"], ["--target", "coreml", "1.2B/Q-MQA"], []])
+def test_what_fits_on_a_device_is_not_known(package, capsys, of):
+    assert main(["plan", *(of or [str(package)]), "--device", "all"]) == 2
+    assert re.fullmatch(r"edge-qkv: --device: not all memory .*; leave it out\n", capsys.readouterr().err)
 
 
 def test_without_llama_cpp_a_package_says_what_to_install(random_package, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,6 @@ from edge_qkv.engines.hosted import HostedModel, refuse_options
 from edge_qkv.errors import InputError, one_line
 from edge_qkv.package import MODEL_FILES, Package
 
-# Opens a function of an ML program: what it returns has `make_state` and `predict` as coremltools' MLModel has.
-Load = Callable[[Path, str], Any]
-
 
 def runs_here() -> bool:
     """Whether this system's Core ML knows states."""
@@ -27,7 +25,7 @@ def runs_here() -> bool:
 
 
 def load_function(path: Path, function: str) -> Any:
-    """A function of the model as Core ML runs it; raises `InputError`."""
+    """A function of the model as Core ML runs it, a coremltools `MLModel`; raises `InputError`."""
     if not runs_here():
         raise InputError(
             f"{path}: Core ML runs it on macOS 15 or iOS 18 and later, which this is not; "
@@ -38,20 +36,26 @@ def load_function(path: Path, function: str) -> Any:
     except ImportError:
         raise InputError(f"{path}: needs coremltools; run pip install 'edge-qkv[coreml]'") from None
     try:
-        return MLModel(str(path), function_name=function)
-    except Exception as error:  # the library raises RuntimeError and others for what Core ML reports
-        raise InputError(f"{path}: Core ML cannot open it ({one_line(error)}); export the package again") from None
+        with warnings.catch_warnings():
+            # What Core ML reports coremltools only warns of, and without a Core ML of its own it says nothing: such a
+            # model makes no states.
+            warnings.simplefilter("error", RuntimeWarning)
+            model = MLModel(str(path), function_name=function)
+        model.make_state()
+    except Exception as error:  # of many kinds
+        raise InputError(
+            f"{path}: Core ML cannot open it ({one_line(error)}); export it again, or install coremltools again"
+        ) from None
+    return model
 
 
-def open_model(package: Package, options: ModelOptions, load: Load | None = None) -> HostedModel:
-    """Opens a package; `load` runs its functions elsewhere than in Core ML."""
+def open_model(package: Package, options: ModelOptions) -> HostedModel:
     refuse_options(package, options, threads=False)
     chunk = package.manifest.get("prefill_chunk")
     if not isinstance(chunk, int) or chunk < 1:
         raise InputError(f"{package.path}: does not say its prefill_chunk; export the package again")
-    load = load or load_function
     # Core ML prepares a function for the device when it is opened: only those that are used.
-    function = functools.cache(lambda name: load(package.path / MODEL_FILES["coreml"], name))
+    function = functools.cache(lambda name: load_function(package.path / MODEL_FILES["coreml"], name))
     function("decode")
     return HostedModel(package, "coreml", lambda *_: StateCache(package.config, chunk, function), function.cache_clear)
 
@@ -60,15 +64,21 @@ class StateCache:
     """The states of one conversation. They have room for all positions of the model, whatever its context."""
 
     def __init__(self, config: ModelConfig, chunk: int, function: Callable[[str], Any]) -> None:
-        self._config, self._function = config, function
+        self._config = config
+        self._function = functools.cache(function)  # a session may go on after its model has dropped them
         # All functions declare the same states, so the state of one serves each of them.
-        self._state = function("decode").make_state()
+        self._state = self._function("decode").make_state()
         kinds = ("kv",) if config.unified else ("key", "value")
         self._names = [f"{kind}_{layer}" for layer in range(config.layers) for kind in kinds]
         self._shape = (1, config.kv_heads, config.max_positions, config.head_dim)
+        self._spoilt = False
         self.most_tokens, self.bytes = chunk, config.cache_bytes(config.max_positions, "fp16")
 
     def evaluate(self, tokens: np.ndarray, past: int, every: bool) -> np.ndarray:
+        if self._spoilt:
+            # A row that is hidden has a weight of 0, which times infinity is no number: no later call would be sound.
+            self.write(self.read(past), past)
+            self._spoilt = False
         count, chunk = len(tokens), self.most_tokens
         if count == 1 or past + chunk > self._config.max_positions:
             # A chunk is written whole, and one that does not fit before the end has no place.
@@ -83,7 +93,9 @@ class StateCache:
     def _predict(self, function: str, tokens: np.ndarray, past: int, **more: np.ndarray) -> np.ndarray:
         inputs = {"input_ids": tokens[None].astype(np.int32), "past": np.array([past], np.int32), **more}
         logits = self._function(function).predict(inputs, self._state)["logits"]  # [1, R, V]
-        return np.asarray(logits, np.float32)[0]
+        logits = np.asarray(logits, np.float32)[0]
+        self._spoilt = self._spoilt or not np.isfinite(logits).all()
+        return logits
 
     def rewind(self, length: int) -> None:
         """Rows are overwritten when they are used again."""
@@ -111,4 +123,4 @@ class StateCache:
         self.write(rows, length)
 
     def close(self) -> None:
-        self._state = None
+        self._state = self._function = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import io
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -212,11 +211,10 @@ class HostedSession(Closable):
             parts = {f"cache.{name}": part for name, part in self._cache.read(len(self._tokens)).items()}
             if self._logits is not None:
                 parts["logits"] = self._logits
-            archive = io.BytesIO()
             tokens = np.asarray(self._tokens, np.int32)
-            np.savez(archive, version=_VERSION, fingerprint=self._model.info.fingerprint, tokens=tokens, **parts)
             try:
-                files.write_atomically(Path(os.fsdecode(path)), archive.getbuffer())
+                with files.written_atomically(Path(os.fsdecode(path))) as file:
+                    np.savez(file, version=_VERSION, fingerprint=self._model.info.fingerprint, tokens=tokens, **parts)
             except OSError as error:
                 raise InputError(f"{os.fsdecode(path)}: cannot be written ({error.strerror})") from None
 
@@ -293,6 +291,8 @@ def _read_snapshot(name: str) -> dict[str, np.ndarray]:
     foreign = f"{name}: is no snapshot of such a session, or a damaged one"
     try:
         with np.load(name, allow_pickle=False) as archive:
+            if any(member.compress_type for member in archive.zip.infolist()):  # a small file may be endless so
+                raise InputError(f"{foreign} (its parts are compressed)")
             if (version := int(archive["version"])) != _VERSION:
                 raise InputError(f"{name}: is a snapshot of version {version}, this edge-qkv reads {_VERSION}")
             parts = {key: archive[key] for key in ("fingerprint", "tokens", *archive.files)}

@@ -265,6 +265,12 @@ def _set(target, **fields) -> None:
         (lambda p: shutil.rmtree(p), r"whole\.mlpackage is no package of Core ML"),
         (lambda p: (p / "Manifest.json").write_text("{"), r"Manifest\.json is damaged"),
         (lambda p: (p / "Manifest.json").write_text("[]"), r"Manifest\.json is damaged"),
+        (
+            lambda p: (p / "Manifest.json").write_text(
+                (p / "Manifest.json").read_text().replace("com.apple.CoreML/model.mlmodel", "../../model.mlmodel")
+            ),
+            r"Manifest\.json is damaged",
+        ),
         (lambda p: (p / MODEL).unlink(), r"model\.mlmodel cannot be read"),
         (lambda p: (p / MODEL).write_bytes(b"garbage" * 99), r"model\.mlmodel is damaged"),
         (lambda p: (p / MODEL).write_bytes((p / MODEL).read_bytes()[:-9]), r"model\.mlmodel is damaged"),

@@ -155,6 +155,20 @@ def test_values_beyond_fp16_are_named(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+@pytest.mark.parametrize("weights", ["f32", "q4_0"])
+def test_weights_that_are_not_finite_are_named(tmp_path, weights):
+    from edge_qkv.export.gguf import export_gguf
+
+    checkpoint = read_checkpoint(str(gguf_variants.write(tmp_path / "checkpoint", LLAMA)))
+    name = "layers.1.attention.key.weight"
+    tensor = checkpoint.tensors[name]().clone()
+    tensor.view(-1)[3] = torch.nan
+    altered = replace(checkpoint, tensors={**checkpoint.tensors, name: lambda: tensor})
+    with pytest.raises(InputError, match=f"^{name} holds values that are not finite"):
+        export_gguf(altered, tmp_path / "package", weights=weights, run_parity=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
 @pytest.mark.parametrize("weights", ["f32", "f16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("config", [LLAMA, GPT, replace(LLAMA, query="identity")], ids=["llama", "mpt", "identity"])
 def test_sizes_are_known_before_the_export(written, config, weights):
@@ -207,7 +221,13 @@ def test_the_cache_is_said_to_cost_what_llama_cpp_takes(written, config, rows):
     assert facts["cache_bytes"][0]["fp16"] == 1024 * manifest["cache_bytes_per_token"]
 
 
-def test_without_llama_cpp_there_is_no_parity_report_and_that_is_said(tmp_path):
+def _absent(monkeypatch, module: str) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name))
+
+
+def test_without_llama_cpp_there_is_no_parity_report_and_that_is_said(tmp_path, monkeypatch):
+    _absent(monkeypatch, "llama_cpp")
     said = []
     checkpoint = gguf_variants.write(tmp_path / "checkpoint", LLAMA)
     manifest = _export(checkpoint, tmp_path / "package", parity=True, progress=lambda what, *_: said.append(what))
@@ -332,15 +352,14 @@ def test_wrong_options_are_named_before_any_work(tmp_path, monkeypatch, options,
 
 def test_quantising_with_llama_cpp_needs_it(tmp_path, monkeypatch):
     checkpoint = gguf_variants.write(tmp_path / "checkpoint", LLAMA)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llama_cpp" else find(name))
+    _absent(monkeypatch, "llama_cpp")
     with pytest.raises(InputError, match=r"--weights q4_k: needs llama-cpp-python, .* or choose q4_0"):
         _export(checkpoint, tmp_path / "package", weights="q4_k")
 
 
 def test_gguf_itself_may_be_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"--target gguf needs gguf; install it: pip install 'edge-qkv\[llama-cpp\]'"):
+    _absent(monkeypatch, "gguf")
+    with pytest.raises(InputError, match=r"--target gguf needs gguf; install it: pip install gguf$"):
         _export(tmp_path, tmp_path / "package")
 
 

@@ -28,6 +28,12 @@ def trained(request, tmp_path_factory, bundled_checkpoint):
     return output, tokenizer.encode((output / "held-out.txt").read_text()).ids[: 16 * CONTEXT]
 
 
+def test_the_parity_report_is_llama_cpps(trained, tmp_path):
+    report = TARGETS["gguf"](str(trained[0]), tmp_path / "package", weights="f32", cache="fp32")["parity"]
+    assert (report["engine"], report["input"]) == ("llama.cpp", "text")
+    assert report["max_logit_error"] < 1e-4 and report["top1_agreement"] > 0.999
+
+
 # The most that perplexity may change.
 @pytest.mark.parametrize(("weights", "most"), [("f16", 0.0005), ("q8_0", 0.003), ("q4_0", 0.05), ("q4_k", 0.05)])
 def test_perplexity(trained, tmp_path, weights, most):
