@@ -218,3 +218,12 @@ def test_a_manifest_without_its_chunk_is_refused(evaluated, package, tmp_path, c
     (copy / MANIFEST).write_text(json.dumps(manifest | {"prefill_chunk": chunk}))
     with pytest.raises(InputError, match="does not say its prefill_chunk"):
         Model(copy)
+
+
+@pytest.mark.parametrize("change", [{"max_positions": 128}, {"layers": 3}, {"kv_heads": 2}])
+def test_a_manifest_of_another_cache_is_refused(evaluated, package, tmp_path, change):
+    copy = shutil.copytree(package[1], tmp_path / "package")
+    manifest = json.loads((copy / MANIFEST).read_text())
+    (copy / MANIFEST).write_text(json.dumps(manifest | {"config": manifest["config"] | change}))
+    with pytest.raises(InputError, match=r"edge_qkv\.json and the model disagree"):
+        Session(copy)

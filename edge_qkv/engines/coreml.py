@@ -15,7 +15,7 @@ import numpy as np
 from edge_qkv.config import ModelConfig
 from edge_qkv.engines import ModelOptions
 from edge_qkv.engines.hosted import HostedModel, refuse_options
-from edge_qkv.errors import InputError, one_line
+from edge_qkv.errors import EdgeQKVError, InputError, one_line
 from edge_qkv.package import MODEL_FILES, Package
 
 
@@ -72,7 +72,18 @@ class StateCache:
         self._names = [f"{kind}_{layer}" for layer in range(config.layers) for kind in kinds]
         self._shape = (1, config.kv_heads, config.max_positions, config.head_dim)
         self._spoilt = False
+        self._check_against_manifest()
         self.most_tokens, self.bytes = chunk, config.cache_bytes(config.max_positions, "fp16")
+
+    def _check_against_manifest(self) -> None:
+        try:
+            found = np.shape(self._state.read_state(self._names[-1]))
+        except RuntimeError as error:
+            raise InputError(f"edge_qkv.json and the model disagree ({one_line(error)}); export again") from None
+        if found != self._shape:
+            raise InputError(
+                f"edge_qkv.json and the model disagree on the cache ({list(self._shape)}, {list(found)}); export again"
+            )
 
     def evaluate(self, tokens: np.ndarray, past: int, every: bool) -> np.ndarray:
         if self._spoilt:
@@ -84,15 +95,19 @@ class StateCache:
             # A chunk is written whole, and one that does not fit before the end has no place.
             parts = [self._predict("decode", tokens[i : i + 1], past + i) for i in range(count)]
             return np.concatenate(parts if every else parts[-1:])
-        # What follows the tokens in their chunk is overwritten before a later token can see it.
-        padded = np.concatenate([tokens, np.zeros(chunk - count, np.int32)])
+        # What follows the tokens in their chunk is overwritten before a later token can see it; the last token once
+        # more, for another might overflow where these do not.
+        padded = np.concatenate([tokens, np.repeat(tokens[-1:], chunk - count)])
         if every:
             return self._predict("score", padded, past)[:count]
         return self._predict("prefill", padded, past, logit_row=np.array([count - 1], np.int32))
 
     def _predict(self, function: str, tokens: np.ndarray, past: int, **more: np.ndarray) -> np.ndarray:
         inputs = {"input_ids": tokens[None].astype(np.int32), "past": np.array([past], np.int32), **more}
-        logits = self._function(function).predict(inputs, self._state)["logits"]  # [1, R, V]
+        try:
+            logits = self._function(function).predict(inputs, self._state)["logits"]  # [1, R, V]
+        except RuntimeError as error:
+            raise EdgeQKVError(f"Core ML cannot evaluate {function} ({one_line(error)})") from None
         logits = np.asarray(logits, np.float32)[0]
         self._spoilt = self._spoilt or not np.isfinite(logits).all()
         return logits

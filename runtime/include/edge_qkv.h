@@ -46,7 +46,7 @@ typedef struct eqkv_session eqkv_session;
 
 /* ---- library ---- */
 
-/* Version of this interface; grows when it changes incompatibly. */
+/* Version of this interface; grows when a caller of the new one cannot use the old. */
 #define EQKV_ABI_VERSION 3
 EQKV_API int eqkv_abi_version(void);
 
