@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ class Bar:
             self._what = what
             self._bar = self._tqdm(desc=what, total=total or None, unit="B", unit_scale=True) if total else None
             if not total:
-                self._tqdm.write(what)
+                self._tqdm.write(what, file=sys.stderr)
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
 
