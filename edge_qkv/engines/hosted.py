@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import io
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -292,6 +293,12 @@ class HostedSession(Closable):
 def _read_snapshot(name: str) -> dict[str, np.ndarray]:
     foreign = f"{name}: is no snapshot of such a session, or a damaged one"
     try:
+        with open(name, "rb") as file:
+            if not zipfile.is_zipfile(file):  # NumPy would take it for a pickle, and say how to load it unsafely
+                raise InputError(f"{foreign} (it is no archive)")
+            with zipfile.ZipFile(file) as archive:  # a few bytes of compressed zeros would fill the memory
+                if sum(part.file_size for part in archive.infolist()) > os.path.getsize(name):
+                    raise InputError(f"{foreign} (its parts are larger than the file)")
         with np.load(name, allow_pickle=False) as archive:
             if (version := int(archive["version"])) != _VERSION:
                 raise InputError(f"{name}: is a snapshot of version {version}, this edge-qkv reads {_VERSION}")
