@@ -86,15 +86,19 @@ def _export(arguments: argparse.Namespace) -> None:
         return
     print(describe(str(arguments.output), inspect(str(arguments.output))))
     prompt = "--prompt TEXT" if "tokenizer.json" in manifest["files"] else "--tokens 1,2,3"
-    print(f"\nrun it: edge-qkv run {arguments.output} {prompt}")
+    where = " on a Mac" if arguments.target == "coreml" else ""
+    print(f"\nrun it{where}: edge-qkv run {arguments.output} {prompt}")
 
 
 def _pack(arguments: argparse.Namespace) -> None:
+    from edge_qkv.engines import HOSTED
+    from edge_qkv.package import Package
     from edge_qkv.packing import is_packed, pack
     from edge_qkv.tables import size
 
-    before = is_packed(arguments.package, arguments.output)
-    if not before:
+    package = Package.open(arguments.package, verify=False)
+    before = is_packed(package, arguments.output)
+    if not before and package.target not in HOSTED:  # those are refused
         print(f"packing {arguments.package}: once for this processor", file=sys.stderr)
     folder = pack(arguments.package, arguments.output, arguments.threads)
     on_disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
