@@ -21,6 +21,7 @@ from edge_qkv.stored import (
     DEFAULT_COREML_CHUNK,
     DEFAULT_GROUP_SIZE,
     DEFAULT_PREFILL_CHUNK,
+    STORAGE,
     WEIGHTS,
 )
 
@@ -199,7 +200,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--weights",
         default="int4",
         choices=WEIGHTS,
-        help="weight type; int4 and int8 are 8da4w and 8da8w for executorch, q4_0 and q8_0 for gguf",
+        help="weight type: " + "; ".join(f"{', '.join(_weights_of(target))} for {target}" for target in TARGETS),
     )
     add("--cache", default="fp16", choices=tuple(CACHE_BYTES), help="cache type; fixed at export")
     add(
@@ -231,6 +232,11 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     add("--parity-text", type=Path, help="held-out text to compare on; default: the checkpoint's own, or random tokens")
     add("--no-parity", action="store_true", help="skip the comparison with the checkpoint")
     add("--json", action="store_true", help="print the manifest as JSON")
+
+
+def _weights_of(target: str) -> list[str]:
+    """The weight types of a target, with the names that they have in others."""
+    return [f"{name} ({how.also})" if how.also else name for name, how in STORAGE[target].weights.items()]
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

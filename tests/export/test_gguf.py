@@ -17,7 +17,7 @@ from edge_qkv import InputError, package
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.export import TARGETS
 from edge_qkv.inspection import inspect
-from edge_qkv.stored import plan_model
+from edge_qkv.stored import plan_model, stored_as
 from gguf_graphs import File
 from gguf_variants import GPT, LLAMA, PLAIN, VARIANTS
 
@@ -153,6 +153,11 @@ def test_values_beyond_fp16_are_named(tmp_path):
     with pytest.raises(InputError, match=r"--weights q4_0: blk\.1\.ffn_up\.weight .* choose f32"):
         export_gguf(altered, tmp_path / "package", weights="q4_0")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_every_weight_type_has_its_name_of_the_other_targets():
+    names = {"fp32": "f32", "fp16": "f16", "int8": "q8_0", "int4": "q4_0", "q4_k": "q4_k"}
+    assert {name: stored_as("gguf", name)[0] for name in names} == names
 
 
 @pytest.mark.parametrize("weights", ["f32", "f16", "q8_0", "q4_0"])
