@@ -21,6 +21,7 @@ from edge_qkv.stored import (
     DEFAULT_COREML_CHUNK,
     DEFAULT_GROUP_SIZE,
     DEFAULT_PREFILL_CHUNK,
+    STORAGE,
     WEIGHTS,
 )
 
@@ -90,15 +91,19 @@ def _export(arguments: argparse.Namespace) -> None:
         return
     print(describe(str(arguments.output), inspect(str(arguments.output))))
     prompt = "--prompt TEXT" if "tokenizer.json" in manifest["files"] else "--tokens 1,2,3"
-    print(f"\nrun it: edge-qkv run {arguments.output} {prompt}")
+    where = " on a Mac" if arguments.target == "coreml" else ""
+    print(f"\nrun it{where}: edge-qkv run {arguments.output} {prompt}")
 
 
 def _pack(arguments: argparse.Namespace) -> None:
+    from edge_qkv.engines import HOSTED
+    from edge_qkv.package import Package
     from edge_qkv.packing import is_packed, pack
     from edge_qkv.tables import size
 
-    before = is_packed(arguments.package, arguments.output)
-    if not before:
+    package = Package.open(arguments.package, verify=False)
+    before = is_packed(package, arguments.output)
+    if not before and package.target not in HOSTED:  # those are refused
         print(f"packing {arguments.package}: once for this processor", file=sys.stderr)
     folder = pack(arguments.package, arguments.output, arguments.threads)
     on_disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -210,7 +215,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--weights",
         default="int4",
         choices=WEIGHTS,
-        help="weight type; int4 and int8 are 8da4w and 8da8w for executorch, q4_0 and q8_0 for gguf",
+        help="weight type: " + "; ".join(f"{', '.join(_weights_of(target))} for {target}" for target in TARGETS),
     )
     add("--cache", default="fp16", choices=tuple(CACHE_BYTES), help="cache type; fixed at export")
     add(
@@ -242,6 +247,11 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     add("--parity-text", type=Path, help="held-out text to compare on; default: the checkpoint's own, or random tokens")
     add("--no-parity", action="store_true", help="skip the comparison with the checkpoint")
     add("--json", action="store_true", help="print the manifest as JSON")
+
+
+def _weights_of(target: str) -> list[str]:
+    """The weight types of a target, with the names that they have in others."""
+    return [f"{name} ({how.also})" if how.also else name for name, how in STORAGE[target].weights.items()]
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

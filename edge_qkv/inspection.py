@@ -105,12 +105,17 @@ def describe(path: str, facts: dict[str, Any]) -> str:
 
 
 def _listed(fact: Any) -> Any:
-    return "; ".join(fact) or "all sizes suit it" if isinstance(fact, list) else fact
+    return "; ".join(map(str, fact)) or "all sizes suit it" if isinstance(fact, list) else fact
+
+
+def _is_figure(value: Any) -> bool:
+    """Whether it can be written as a float: JSON has whole numbers beyond those."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def parity_line(parity: dict[str, Any]) -> str:
     """One line of a parity report: how far the export is from the checkpoint."""
-    if any(not isinstance(parity.get(name), (int, float)) for name in _PARITY_NUMBERS):
+    if any(not _is_figure(parity.get(name)) for name in _PARITY_NUMBERS):
         return "incomplete; export again to measure it"
     return (
         f"logit error max {parity['max_logit_error']:.2g}, mean {parity['mean_logit_error']:.2g}; "

@@ -9,10 +9,9 @@ from importlib.resources import files
 from typing import Any
 
 from edge_qkv.config import CACHE_BYTES, ModelConfig
-from edge_qkv.engines import HOSTED
 from edge_qkv.errors import InputError
 from edge_qkv.package import Package
-from edge_qkv.planning import Plan, fits, plan, planned_model
+from edge_qkv.planning import UNKNOWN, Plan, fits, plan, planned_model
 from edge_qkv.presets import VARIANTS, apply_variant
 from edge_qkv.sizes import parse_size, parse_tokens
 from edge_qkv.stored import BLOCK_SIZES, STORAGE, WEIGHTS
@@ -66,8 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.device and (arguments.variants or arguments.memory):
         raise InputError("--device has its own memory and its own table; leave --memory and --variants out")
-    if arguments.variants and arguments.memory:
-        raise InputError("--variants shows caches without a budget; leave --memory out")
+    if arguments.variants and (arguments.memory or arguments.target):
+        raise InputError("--variants shows caches without a budget or a target; leave --memory and --target out")
     model = planned_model(arguments.model)
     config = model.config if isinstance(model, Package) else model
     if isinstance(model, Package) and (arguments.target or arguments.weights or arguments.block_size):
@@ -75,8 +74,8 @@ def run(arguments: argparse.Namespace) -> None:
             "--target, --weights and --block-size are for models that are not exported yet; a package has its own"
         )
     target = model.target if isinstance(model, Package) else arguments.target or "onnx"
-    if arguments.device and target in HOSTED:
-        raise InputError(f"--device: not all memory that the engine of {target} packages takes is known; leave it out")
+    if arguments.device and target in UNKNOWN:
+        raise InputError(f"--device {arguments.device}: {UNKNOWN[target]}, so what fits cannot be told; leave it out")
     own = model.manifest.get("cache") if isinstance(model, Package) else None
     if own and arguments.cache not in (None, own):
         raise InputError(f"--cache {arguments.cache}: this package has the cache type {own}, chosen at its export")
@@ -112,7 +111,9 @@ def describe(name: str, made: Plan) -> str:
         if made.unknown and not count:
             continue
         rows.append((what, *((f"{count:,}", "") if dropped else ("", f"{count:,}")), size(count)))
-    head = f"{name}: {made.context:,} tokens, {made.cache_type} cache, chunks of {made.prefill_chunk}, "
+    head = f"{name}: {made.context:,} tokens, {made.cache_type} cache, "
+    if made.prefill_chunk:  # 0: nothing that is planned depends on it
+        head += f"chunks of {made.prefill_chunk}, "
     if made.unknown:
         head += f"weights and cache {made.total:,} bytes"
     else:

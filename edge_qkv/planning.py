@@ -23,7 +23,7 @@ from edge_qkv.sizes import parse_size
 from edge_qkv.stored import DEFAULT_PREFILL_CHUNK, STORAGE, cache_bytes_per_token, plan_model
 
 # Of the engines whose memory is not ours: what of it no plan knows.
-_UNKNOWN = {
+UNKNOWN = {
     "coreml": "what Core ML takes beyond weights and states depends on the device and is not known",
     "gguf": "what llama.cpp takes beyond weights and cache depends on its version and the processor and is not known",
 }
@@ -109,7 +109,7 @@ def plan(
     of_target = target if package is None else package.target
     if of_target in HOSTED:
         if memory is not None:
-            raise InputError(f"--memory: {_UNKNOWN[of_target]}, so a budget cannot be planned; leave it out")
+            raise InputError(f"--memory: {UNKNOWN[of_target]}, so a budget cannot be planned; leave it out")
         facts = None if package else plan_model(config, weights, block_size, target, options.prefill_chunk)
         return _of_weights_and_cache(config, package, facts, options, of_target)
     info, facts = _native.PlanInfo(), _native.PlanModel()
@@ -164,7 +164,7 @@ def _of_weights_and_cache(
         weight_bytes=weights,
         matrix_bytes=facts.matrix_bytes if facts else 0,
         packed=False,
-        unknown=_UNKNOWN[target],
+        unknown=UNKNOWN[target],
     )
 
 

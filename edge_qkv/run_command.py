@@ -91,6 +91,8 @@ def run(arguments: argparse.Namespace) -> None:
         path = getattr(arguments, option)
         if path and not (path.parent.is_dir() and not path.is_dir()):
             raise InputError(f"--{option} {path}: is not a file in an existing directory")
+    if arguments.save and arguments.save.exists() and not arguments.save.is_file():  # saving would replace a device
+        raise InputError(f"--save {arguments.save}: is not a file; name one, which is replaced as a whole")
     if arguments.restore and not arguments.restore.is_file():
         raise InputError(f"--restore {arguments.restore}: is not a file; give one that --save has written")
     context = None if arguments.context is None else parse_tokens(arguments.context, "--context")

@@ -76,7 +76,7 @@ class Weights:
     embedding: Format
     positions: Format  # learned ones
     default_block: int = 0  # 0: takes no block size
-    also: str = ""  # another name of it: every target has an int8 and an int4
+    also: str = ""  # its name in the other targets, every one of which has an int8 and an int4
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ STORAGE = {
         engine="llama.cpp",
         weights={
             "f32": Weights(_FLOAT, _FLOAT, _FLOAT, _FLOAT, also="fp32"),
-            "f16": Weights(_HALF, _HALF, _HALF, _HALF),
+            "f16": Weights(_HALF, _HALF, _HALF, _HALF, also="fp16"),
             "q8_0": Weights(_Q8_0, _Q8_0, _Q8_0, _Q8_0, also="int8"),
             "q4_0": Weights(_Q4_0, _Q8_0, _Q8_0, _Q8_0, also="int4"),
             "q4_k": Weights(_Q4_K, _Q8_0, _Q8_0, _HALF),  # about: llama.cpp decides for each tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from edge_qkv import files
 from edge_qkv.checkpoints import Checkpoint, read_checkpoint
 from edge_qkv.checks import whole
 from edge_qkv.errors import InputError
-from edge_qkv.export.progress import Progress, quiet, silent
+from edge_qkv.export.progress import Progress, interruptible, quiet, silent
 from edge_qkv.recipe import HELD_TEXT
 
 
@@ -44,15 +45,19 @@ class Exporter(Protocol):
         """
 
 
-def _onnx(checkpoint: str, output: Path, *, prefill_chunk: int | None = None, **options) -> dict[str, Any]:
-    from edge_qkv.export.onnx import export_onnx
+def _exporter(target: str) -> Callable[..., dict[str, Any]]:
+    """Imports the module of a target. Libraries lose a Ctrl-C there, or fail of it: some import others in a `try`."""
+    with quiet(), interruptible():
+        return getattr(importlib.import_module(f"edge_qkv.export.{target}"), f"export_{target}")
 
+
+def _onnx(checkpoint: str, output: Path, *, prefill_chunk: int | None = None, **options) -> dict[str, Any]:
     if prefill_chunk is not None:
         raise InputError(
             f"--prefill-chunk {prefill_chunk}: an ONNX model takes any number of tokens at once; "
             "leave it out, and choose when the package is run"
         )
-    return _export(export_onnx, checkpoint, output, **options)
+    return _export(_exporter("onnx"), checkpoint, output, **options)
 
 
 def _executorch(checkpoint: str, output: Path, **options) -> dict[str, Any]:
@@ -63,25 +68,19 @@ def _executorch(checkpoint: str, output: Path, **options) -> dict[str, Any]:
             "once more from its sources, part of which is compiled against ExecuTorch: pip install executorch torchao, "
             "and there pip install '.[executorch]'"
         )
-    with quiet():
-        from edge_qkv.export.executorch import export_executorch
-    return _export(export_executorch, checkpoint, output, **options)
+    return _export(_exporter("executorch"), checkpoint, output, **options)
 
 
 def _coreml(checkpoint: str, output: Path, **options) -> dict[str, Any]:
     if importlib.util.find_spec("coremltools") is None:
         raise InputError("--target coreml needs coremltools; install it: pip install coremltools")
-    with quiet():
-        from edge_qkv.export.coreml import export_coreml
-    return _export(export_coreml, checkpoint, output, **options)
+    return _export(_exporter("coreml"), checkpoint, output, **options)
 
 
 def _gguf(checkpoint: str, output: Path, **options) -> dict[str, Any]:
     if importlib.util.find_spec("gguf") is None:
         raise InputError("--target gguf needs gguf; install it: pip install gguf")
-    from edge_qkv.export.gguf import export_gguf
-
-    return _export(export_gguf, checkpoint, output, **options)
+    return _export(_exporter("gguf"), checkpoint, output, **options)
 
 
 # Target name -> its exporter; the heavy libraries are imported when one is called.

@@ -124,7 +124,7 @@ def open_runner(directory: Path, context: int) -> Iterator[tuple[parity.Score, s
 
 def _recipe(weights: str, block_size: int | None, accuracy_level: int) -> Recipe:
     if weights not in BITS:
-        raise InputError(f"--weights {weights} is not known; choose one of {', '.join(BITS)}")
+        raise InputError(f"--weights {weights}: must be one of {', '.join(BITS)} for the target onnx")
     bits = BITS[weights]
     if block_size is not None and not bits:
         raise InputError("--block-size applies to --weights int8 and int4 only; leave it out with fp32")

@@ -17,6 +17,7 @@ import pytest
 from conftest import hears_ctrl_c
 from edge_qkv import Session
 from edge_qkv.cli import main
+from edge_qkv.inspection import _PARITY_NUMBERS
 from samples import write_2606
 
 
@@ -222,6 +223,30 @@ def test_stats_go_where_they_can_or_are_refused_before_the_work(tiny_package, tm
     assert fifo.is_fifo()
 
 
+def test_a_conversation_is_not_saved_in_place_of_a_device(tiny_package, tmp_path, refused):
+    fifo = tmp_path / "pipe"
+    os.mkfifo(fifo)
+    assert "--save" in refused("run", tiny_package, "--prompt", "abc", "--save", fifo)
+    assert fifo.is_fifo()
+
+
+def test_an_export_prints_nothing_but_its_manifest_as_json(tiny_checkpoint, tmp_path, capsys):
+    printed = _output(capsys, "export", tiny_checkpoint, "--output", tmp_path / "package", "--json")
+    assert json.loads(printed)["target"] == "onnx"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"neural_engine_misfits": [1, None]}, {"parity": dict.fromkeys(_PARITY_NUMBERS, 10**400)}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_facts_of_the_wrong_type_do_not_stop_inspect(changed, tiny_package, tmp_path, capsys):
+    package = shutil.copytree(tiny_package, tmp_path / "package")
+    manifest = json.loads((package / "edge_qkv.json").read_text()) | changed
+    (package / "edge_qkv.json").write_text(json.dumps(manifest))
+    assert "onnx package" in _output(capsys, "inspect", package)
+
+
 def test_a_package_with_someones_files_in_it_is_not_replaced(tiny_package, tiny_checkpoint, tmp_path, refused):
     package = tmp_path / "package"
     shutil.copytree(tiny_package, package)
@@ -282,7 +307,7 @@ def test_bad_options(tiny_package, tiny_checkpoint, tmp_path, refused, monkeypat
     export = ("export", tiny_checkpoint, "--output", tmp_path / "out")
     assert "--capacity = 97" in refused(*export, "--capacity", 97)
     assert "--prefill-chunk 64: an ONNX model takes any number" in refused(*export, "--prefill-chunk", 64)
-    assert "--weights 8da8w is not known" in refused(*export, "--weights", "8da8w")
+    assert "--weights 8da8w: must be one of fp32, int8, int4" in refused(*export, "--weights", "8da8w")
     with pytest.raises(SystemExit) as unknown:
         main(["run", str(tiny_package), "--nonsense"])
     assert unknown.value.code == 2

@@ -335,13 +335,16 @@ def test_a_damaged_file_is_refused(parts, refused, tmp_path):
     np.save(damaged.with_suffix(".npy"), np.zeros(3))
     refused(damaged.with_suffix(".npy"), "damaged")
     damaged.write_bytes(pickle.dumps({"tokens": [1]}))
-    refused(damaged, "damaged")
+    refused(damaged, r"damaged one \(it is no archive\)$")  # without NumPy's advice
     huge = bytearray(whole)  # an array that says it has more numbers than there is memory
     at = huge.index(b"'shape': (20,)")
     huge[at : at + 14 + 9] = b"'shape': (99999999999,)"
     damaged.write_bytes(huge)
     refused(damaged, "damaged")
     refused(tmp_path / "missing", "cannot be read")
+    with damaged.open("wb") as file:
+        np.savez_compressed(file, **parts | {"cache.kv_0": np.zeros(1 << 20)})  # 8 MiB in 8 KiB
+    refused(damaged, "larger than the file")
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence(session, tmp_path):
@@ -506,13 +509,15 @@ def test_pressure_cannot_be_watched(model):
         model.watch_pressure()
 
 
-def test_weights_are_not_packed(package, tmp_path):
+def test_weights_are_not_packed(package, tmp_path, capsys):
     assert not is_packed(package)
     with pytest.raises(InputError, match="prepares its weights by itself"):
         pack(package, tmp_path)
+    assert main(["pack", str(package)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_plan_says_what_it_does_not_know(package, random_package):
+def test_a_plan_says_what_it_does_not_know(package, random_package, capsys):
     a_token = Package.open(package).cache_bytes_per_token
     planned = plan(package, context=50)
     assert (planned.cache, planned.cache_type) == (256 * a_token, "fp32")  # llama.cpp rounds a context up
@@ -524,6 +529,11 @@ def test_a_plan_says_what_it_does_not_know(package, random_package):
         plan(package, cache="int8")
     with pytest.raises(InputError, match=r"^--memory: .*leave it out"):
         plan(package, memory="1GB")
+    assert main(["plan", str(package)]) == 0
+    assert "chunks" not in capsys.readouterr().out  # none is planned
+    assert main(["plan", str(package), "--device", "all"]) == 2
+    assert "--device all: what llama.cpp takes" in capsys.readouterr().err
+    assert main(["plan", "1.2B", "--variants", "--target", "gguf"]) == 2
 
 
 @pytest.mark.parametrize("of", [["--target", "gguf", "1.2B/Q-MQA"], ["--target", "coreml", "1.2B/Q-MQA"], []])

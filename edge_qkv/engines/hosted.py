@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -290,6 +291,12 @@ class HostedSession(Closable):
 def _read_snapshot(name: str) -> dict[str, np.ndarray]:
     foreign = f"{name}: is no snapshot of such a session, or a damaged one"
     try:
+        with open(name, "rb") as file:
+            if not zipfile.is_zipfile(file):  # NumPy would take it for a pickle, and say how to load it unsafely
+                raise InputError(f"{foreign} (it is no archive)")
+            with zipfile.ZipFile(file) as archive:  # a few bytes of compressed zeros would fill the memory
+                if sum(part.file_size for part in archive.infolist()) > os.path.getsize(name):
+                    raise InputError(f"{foreign} (its parts are larger than the file)")
         with np.load(name, allow_pickle=False) as archive:
             if any(member.compress_type for member in archive.zip.infolist()):  # a small file may be endless so
                 raise InputError(f"{foreign} (its parts are compressed)")

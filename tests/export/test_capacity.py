@@ -84,7 +84,7 @@ def test_parity_is_measured_within_the_cut(exported):
     ({"capacity": 50, "window": 60}, r"--window 60: .* from 0 to max_positions \(50\)"),
     ({"capacity": 50, "window": 20, "sinks": 60}, r"--sinks 60: .* from 0 to max_positions \(50\)"),
     ({"prefill_chunk": 128}, "--prefill-chunk 128: an ONNX model takes any number"),
-    ({"weights": "8da4w"}, "--weights 8da4w is not known; choose one of fp32, int8, int4"),
+    ({"weights": "8da4w"}, "--weights 8da4w: must be one of fp32, int8, int4 for the target onnx"),
 ])  # fmt: skip
 def test_what_the_target_or_the_model_does_not_have_is_refused(options, words, exported):
     with pytest.raises(InputError, match=words):

@@ -17,7 +17,7 @@ from edge_qkv import InputError, package
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.export import TARGETS
 from edge_qkv.inspection import inspect
-from edge_qkv.stored import plan_model
+from edge_qkv.stored import plan_model, stored_as
 from gguf_graphs import File
 from gguf_variants import GPT, LLAMA, PLAIN, VARIANTS
 
@@ -167,6 +167,11 @@ def test_weights_that_are_not_finite_are_named(tmp_path, weights):
     with pytest.raises(InputError, match=f"^{name} holds values that are not finite"):
         export_gguf(altered, tmp_path / "package", weights=weights, run_parity=False)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_every_weight_type_has_its_name_of_the_other_targets():
+    names = {"fp32": "f32", "fp16": "f16", "int8": "q8_0", "int4": "q4_0", "q4_k": "q4_k"}
+    assert {name: stored_as("gguf", name)[0] for name in names} == names
 
 
 @pytest.mark.parametrize("weights", ["f32", "f16", "q8_0", "q4_0"])

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from edge_qkv import export
 from edge_qkv.export.progress import interruptible
 
 
@@ -34,6 +35,16 @@ def test_an_interrupt_that_became_an_error_is_one_again():
 def test_an_interrupt_that_was_swallowed_is_one_at_the_end():
     with pytest.raises(KeyboardInterrupt), interruptible(), contextlib.suppress(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_is_not_lost_where_a_library_is_imported(monkeypatch, tmp_path):
+    def import_module(name):
+        with contextlib.suppress(BaseException):  # as libraries do around what they can be without
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(export.importlib, "import_module", import_module)
+    with pytest.raises(KeyboardInterrupt):
+        export.TARGETS["onnx"]("absent", tmp_path / "package")
 
 
 def test_other_errors_pass():
