@@ -1,4 +1,4 @@
-"""Published sizes: 1.2B Q-MQA with random int4 weights at both ends of 32k for both engines, and files beyond 2 GiB.
+"""Published sizes: 1.2B Q-MQA with random int4 weights, at both ends of 32k for both engines; files beyond 2 GiB.
 
 A few minutes and up to 3 GB of disk; at 1.2B each step runs in a process of its own, whose peak memory it prints.
 """
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from conftest import needs
-from edge_qkv import ContextFull, ModelConfig, Session, pack
+from edge_qkv import ContextFull, ModelConfig, Package, Session, pack, plan
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.export import TARGETS
 from limits import run_in_budget
@@ -65,6 +65,22 @@ def test_decodes_at_depth_0_and_32767(package, capsys):
     assert loaded["cache_committed"] < CACHE_BYTES / 100
     # Filling the cache adds the cache and nothing else that grows with context.
     assert full["anonymous"] - loaded["anonymous"] < CACHE_BYTES + 64e6
+
+
+def test_core_ml_converts_it(tmp_path, capsys):
+    """Three functions, one copy of the weights; the states are the cache."""
+    needs("coreml")
+    from edge_qkv.export import coreml_evaluator
+
+    peak = _json("-c", EXPORT, tmp_path / "package", "coreml")["peak"]
+    made = Package.open(tmp_path / "package")
+    with capsys.disabled():
+        print(f"\n1.2B Q-MQA for Core ML: exported with a peak of {peak:,} bytes, {made.weight_bytes:,} on disk")
+    assert peak < 4.5e9
+    planned = plan("1.2B/Q-MQA", target="coreml", context=CONTEXT)
+    assert abs(made.weight_bytes / planned.weight_bytes - 1) < 0.005
+    states = coreml_evaluator.load(tmp_path / "package" / "model.mlpackage", "decode").states.values()
+    assert sum(np.prod(state.shape) * state.dtype.itemsize for state in states) == planned.cache == CACHE_BYTES
 
 
 def test_the_logits_at_full_depth_are_sound(package):
