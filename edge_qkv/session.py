@@ -18,6 +18,7 @@ import numpy as np
 
 from edge_qkv import _native
 from edge_qkv.checks import chunk_size, whole
+from edge_qkv.engines import HOSTED
 from edge_qkv.errors import ContextFull, EdgeQKVError, InputError
 from edge_qkv.loaded import DEFAULT_CHUNK, Model
 from edge_qkv.package import encode
@@ -336,9 +337,12 @@ class Session:
         used = len(self._evaluated) + len(self._pending)
         if self._overflow == "error" and used + len(tokens) > self.context:
             more = "1 more token does" if len(tokens) == 1 else f"{len(tokens)} more tokens do"
+            remedies = "fewer tokens, or an overflow option"
+            if self.model.package.target in HOSTED:
+                remedies = "or fewer tokens"
             raise ContextFull(
                 f"{more} not fit: {used} of the context of {self.context} are used; give a larger context "
-                f"({self._limited_by()} {self.model.info.context}), fewer tokens, or an overflow option"
+                f"({self._limited_by()} {self.model.info.context}), {remedies}"
             )
         self._pending.extend(tokens)
 

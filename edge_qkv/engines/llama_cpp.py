@@ -227,6 +227,8 @@ _log = _Log()
 @functools.cache
 def _library() -> Any:
     """The module `llama_cpp`, its messages silenced in this whole process; raises `InputError`."""
+    # When llama.cpp finds a file so wrong that it ends the process, it would first wait for a debugger to look at it.
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
         import llama_cpp
     except ImportError:
