@@ -20,7 +20,7 @@ from edge_qkv.package import MANIFEST, Package
 from edge_qkv.packing import is_packed
 from edge_qkv.presets import PRESETS, preset
 from edge_qkv.sizes import parse_size
-from edge_qkv.stored import DEFAULT_PREFILL_CHUNK, STORAGE, cache_bytes_per_token, plan_model
+from edge_qkv.stored import STORAGE, cache_bytes_per_token, plan_model
 
 # Of the engines whose memory is not ours: what of it no plan knows.
 UNKNOWN = {
@@ -141,14 +141,14 @@ def _of_weights_and_cache(
         package.cache_bytes_per_token if package and cache == own else cache_bytes_per_token(config, cache, target)
     )
     context = options.context or config.max_positions
-    fixed = package.manifest.get("prefill_chunk") if package else facts.prefill_chunk  # by the file
+    fixed = package.manifest.get("prefill_chunk") if package else facts.prefill_chunk  # else none is planned
     weights = package.weight_bytes if package else facts.weight_bytes
     known = STORAGE[target]
     rows = config.max_positions if known.whole_cache else context
     cache_bytes = -(-rows // known.context_multiple) * known.context_multiple * a_token
     return Plan(
         context=context,
-        prefill_chunk=fixed or options.prefill_chunk or DEFAULT_PREFILL_CHUNK,
+        prefill_chunk=fixed or 0,
         threads=options.threads,
         cache_type=cache,
         weights_file=weights,

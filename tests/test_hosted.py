@@ -539,7 +539,7 @@ def test_a_plan_says_what_it_does_not_know(package, random_package, capsys):
 @pytest.mark.parametrize("of", [["--target", "gguf", "1.2B/Q-MQA"], ["--target", "coreml", "1.2B/Q-MQA"], []])
 def test_what_fits_on_a_device_is_not_known(package, capsys, of):
     assert main(["plan", *(of or [str(package)]), "--device", "all"]) == 2
-    assert re.fullmatch(r"edge-qkv: --device: not all memory .*; leave it out\n", capsys.readouterr().err)
+    assert re.fullmatch(r"edge-qkv: --device all: what .* takes beyond .*; leave it out\n", capsys.readouterr().err)
 
 
 def test_without_llama_cpp_a_package_says_what_to_install(random_package, tmp_path, monkeypatch):
