@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Before edge-qkv itself: one of its libraries is compiled against it.
 EXECUTORCH ?= executorch==1.5.1 torchao==0.18.0
-# Built from its sources, and not for `make test`: it takes about ten minutes.
+# Built from its sources, and not for `make test`: it takes many minutes.
 LLAMA ?= llama-cpp-python==0.3.36
 VENV := .venv
 BIN := $(VENV)/bin
@@ -61,7 +61,7 @@ $(VENV)/installed: $(VENV)/executorch $(SOURCES)
 	@touch $@
 
 $(VENV)/llama: | $(VENV)/installed
-	@echo "building llama-cpp-python into $(VENV); once, about ten minutes"
+	@echo "building llama-cpp-python into $(VENV); once, for many minutes"
 	$(BIN)/python -m pip install --quiet $(LLAMA)
 	@touch $@
 
