@@ -6,6 +6,7 @@ Every line and bar is named where it ends, instead of in a legend.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from edge_qkv.bench.common import say
 from edge_qkv.tables import size
 
 _INK, _FAINT = "#222222", "#dddddd"
-_COLOURS = ("#0b6e99", "#d1495b", "#66a182", "#8e6c8a", "#c78c00", "#555555")
+_COLOURS = ("#0b6e99", "#d1495b", "#66a182", "#8e6c8a", "#c78c00", "#555555", "#3d9be9", "#a0522d")
 _WIDE, _HIGH = 7.5, 4.2  # inches
 _GAP = 0.055  # between labels, as a part of the height
 
@@ -76,6 +77,13 @@ def of_variants(result: dict[str, Any]) -> dict[str, tuple[str, Draw]]:
     }
 
 
+def of_peers(result: dict[str, Any]) -> dict[str, tuple[str, Draw]]:
+    """What a token takes against depth, in all engines."""
+    times = [(row["name"], _times(row["decode"])) for row in result["contestants"]]
+    head = f"Decode: {result['model']}\n{result['machine']['processor']}, {result['options']['threads']} threads"
+    return {"decode": (head, lambda axes: _lines(axes, times, "ms a token", _speed, log=True))}
+
+
 Points = list[tuple[int, float, float, float]]  # depth, value, least, most
 
 
@@ -106,11 +114,15 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
-def _lines(axes: Any, series: Sequence[tuple[str, Points]], unit: str, end: Callable[[float], str]) -> None:
-    """Values against depth with their spread, from 0, each line with its name and last value at its end."""
+def _lines(
+    axes: Any, series: Sequence[tuple[str, Points]], unit: str, end: Callable[[float], str], log: bool = False
+) -> None:
+    """Values against depth with their spread, each line with its name and last value at its end; from 0, or on a
+    logarithmic scale, where lines lie far apart."""
     series = [(label, points) for label, points in series if points]
     deepest = max(points[-1][0] for _, points in series)
-    highest = max(most for _, points in series for *_, most in points)
+    highest = max(most for _, points in series for *_, most in points) or 1
+    lowest = min(least for _, points in series for _, _, least, _ in points)
     ends = []
     for i, (label, points) in enumerate(series):
         depths, values, least, most = zip(*points, strict=True)
@@ -118,11 +130,19 @@ def _lines(axes: Any, series: Sequence[tuple[str, Points]], unit: str, end: Call
         axes.fill_between(depths, least, most, color=colour, alpha=0.15, linewidth=0)
         axes.plot(depths, values, color=colour, marker="o", markersize=3.5, linewidth=1.6, clip_on=False)
         text = f"{label}  {end(values[-1])}".strip()
-        ends.append((values[-1] / (highest or 1), depths[-1], text, colour))
+        part = math.log(values[-1] / lowest) / (math.log(highest / lowest) or 1) if log else values[-1] / highest
+        ends.append((part, depths[-1], text, colour))
     axes.set_xlim(0, deepest or 1)
-    axes.set_ylim(0, highest * 1.02 or 1)
+    if log:
+        axes.set_yscale("log")
+        axes.set_ylim(lowest, highest)
+        marks = [m * 10**n for n in range(-3, 7) for m in (1, 2, 5) if lowest <= m * 10**n <= highest]
+        axes.set_yticks(marks, [f"{mark:,g}" for mark in marks], minor=False)
+        axes.set_yticks([], minor=True)
+    else:
+        axes.set_ylim(0, highest * 1.02)
     for height, (_, depth, text, colour) in zip(_apart([first for first, *_ in ends]), ends, strict=True):
-        where = (depth, height * highest)
+        where = (depth, lowest * (highest / lowest) ** height if log else height * highest)
         axes.annotate(
             text, where, xytext=(8, 0), textcoords="offset points", color=colour, va="center", annotation_clip=False
         )

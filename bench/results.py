@@ -107,6 +107,31 @@ _SHAPES: dict[str, Any] = {
             }
         ],
     },
+    "peers": {
+        "machine": _MACHINE,
+        "options": _OPTIONS,
+        "model": _TEXT,
+        "left_out": [{"name": _TEXT, "why": _TEXT}],
+        "contestants": [
+            {
+                "name": _TEXT,
+                "variant": _TEXT,
+                "target": _TEXT,
+                "weights": _TEXT,
+                "cache": _TEXT,
+                "cache_bytes_per_token": _COUNT,
+                "file_bytes": _COUNT,
+                "parameters": _COUNT,
+                "difference": (*_NUMBER, type(None)),
+                "perplexity_change": _NUMBER,
+                "decode": [{"depth": _COUNT, "ms": [_NUMBER], "ms_per_token": _FIGURE, "memory": (dict, type(None))}],
+                "verified": {"equal": _COUNT, "tokens": _COUNT},
+                "prefill": [{"tokens": _COUNT, "seconds": [_NUMBER], "tokens_per_second": _FIGURE}],
+                "notes": [_TEXT],
+            }
+        ],
+        "targets": [{"what": _TEXT, "wanted": _NUMBER, "kind": _TEXT, "ratios": [_NUMBER], "note": _TEXT}],
+    },
 }
 _ALWAYS = {"machine", "options", "package", "model", "layers", "target", "weights", "cache", "context", "variants"}
 

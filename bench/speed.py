@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from edge_qkv import EdgeQKVError, Model, Sampling, Session
 from edge_qkv.bench.figures import figure, rate, repeat, seconds
 
 TOKENS = 8  # decoded and timed at a depth, or as many as the context has room for
-_FIRST = 0  # the token that is evaluated first at a depth
+FIRST = 0  # the token that is evaluated first at a depth
 _GREEDY = Sampling(temperature=0, seed=0)
 # Largest difference between the logits of tokens read as a chunk and one by one, in standard deviations of the
 # logits. Engines add up a chunk in another order than a row; where values are rounded to 8 bits (activations with all
@@ -63,7 +65,7 @@ def decode(session: Session, depth: int, repeats: int, limit: float) -> tuple[li
 
 def _run(session: Session, depth: int, count: int) -> tuple[list[float], list[int]]:
     session.rewind(depth)
-    token, times, said = _FIRST, [], []
+    token, times, said = FIRST, [], []
     for _ in range(count):
         began = time.perf_counter()
         session.evaluate([token])
@@ -84,20 +86,28 @@ def verify(session: Session, said: Sequence[tuple[int, Sequence[int]]]) -> dict[
     equal, largest, total = 0, 0.0, 0
     for depth, tokens in said:
         session.fill(depth)
-        logits = session.score([_FIRST, *tokens[:-1]])  # [n, V]
-        best = logits.argmax(-1)
-        for i, token in enumerate(tokens):
-            short = float((logits[i, best[i]] - logits[i, token]) / logits[i].std())
-            if not short <= allowed:  # also where it is not a number
-                raise EdgeQKVError(
-                    f"token {i + 1} decoded at depth {depth:,} was {token}, where {model.package.path}, reading the "
-                    f"same tokens as a chunk, says {best[i]} (its logit is higher by {short:.2g} standard deviations, "
-                    f"{allowed} are allowed); a wrong answer has no speed"
-                )
-            largest = max(largest, short)
-        equal, total = equal + int((best == tokens).sum()), total + len(tokens)
+        logits = session.score([FIRST, *tokens[:-1]])  # [n, V]
+        same, short = compared(logits, tokens, allowed, depth, str(model.package.path))
+        largest = max(largest, short)
+        equal, total = equal + same, total + len(tokens)
         session.rewind(depth)
     return {"tokens": total, "equal": equal, "largest_shortfall": largest, "allowed_shortfall": allowed}
+
+
+def compared(logits: np.ndarray, tokens: Sequence[int], allowed: float, depth: int, name: str) -> tuple[int, float]:
+    """Of decoded tokens, how many are the likeliest by the logits [n, V] of a chunk, and what the others' logits lack
+    at most, in standard deviations; raises `EdgeQKVError` beyond `allowed`."""
+    best, largest = logits.argmax(-1), 0.0
+    for i, token in enumerate(tokens):
+        short = float((logits[i, best[i]] - logits[i, token]) / logits[i].std())
+        if not short <= allowed:  # also where it is not a number
+            raise EdgeQKVError(
+                f"token {i + 1} decoded at depth {depth:,} was {token}, where {name}, reading the same tokens as a "
+                f"chunk, says {best[i]} (its logit is higher by {short:.2g} standard deviations, {allowed} are "
+                "allowed); a wrong answer has no speed"
+            )
+        largest = max(largest, short)
+    return int((best == tokens).sum()), largest
 
 
 def prefill(session: Session, depth: int, repeats: int, limit: float) -> dict[str, Any]:
@@ -130,7 +140,7 @@ def prompts(session: Session, lengths: Sequence[int], repeats: int, limit: float
     """Milliseconds to the first token for each length, ascending. One that would take longer than `limit` seconds, by
     what the one before took, is left out: `milliseconds` is then None."""
     rows: list[dict[str, Any]] = []
-    first_token(session, [_FIRST])  # warm: pages of the weights, threads
+    first_token(session, [FIRST])  # warm: pages of the weights, threads
     expected = 0.0
     for i, length in enumerate(lengths):
         tokens = prompt(length, session.model.config.vocab_size)

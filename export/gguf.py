@@ -30,7 +30,7 @@ MODEL = MODEL_FILES["gguf"]
 _F32, _F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
 _Q8_0, _Q4_0 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0
 # The type of each role of a tensor. Head and embedding have 8 bits beside layers of 4, as in the other targets.
-_TYPES = {
+TYPES = {
     "f32": dict.fromkeys(("matrix", "head", "table", "wide"), _F32),
     "f16": dict.fromkeys(("matrix", "head", "table", "wide"), _F16),
     "q8_0": {"matrix": _Q8_0, "head": _Q8_0, "table": _Q8_0, "wide": _F16},
@@ -133,7 +133,7 @@ def _vocabulary(tokenizer: Path | None, vocab_size: int) -> dict[str, Any]:
 
 def stored_type(tensor: Tensor, weights: str) -> GGMLQuantizationType:
     """The type of a tensor in a file."""
-    kind = _F32 if tensor.role == "exact" else _TYPES[weights][tensor.role]
+    kind = _F32 if tensor.role == "exact" else TYPES[weights][tensor.role]
     return _F32 if tensor.shape[-1] % GGML_QUANT_SIZES[kind][0] else kind
 
 
