@@ -1,0 +1,142 @@
+"""`edge-qkv bench peers`: the engines agree, take turns, and are left out or refused when they should be."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import TINY
+from edge_qkv import EdgeQKVError
+from edge_qkv.bench import peers, peers_report, results, speed
+from edge_qkv.bench.__main__ import main
+from edge_qkv.bench.peer_engines import open_peer
+from edge_qkv.bench.peer_process import PeerProcess
+from edge_qkv.bench.random_package import random_package
+
+CONFIG = replace(TINY, heads=8, head_dim=16, width=64, mlp_width=64, max_positions=96, positions="learned")
+CONFIG = replace(CONFIG, norm="layernorm", norm_bias=True, mlp="gelu")
+OURS, GROUP_QUERY, FUNCTION = (peers.CONTESTANTS[i].name for i in (0, 6, 7))
+BOUND = 0.1  # standard deviations of the logits: activations are rounded to 8 bits, caches are fp16 and fp32
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("packages")
+
+
+@pytest.fixture(scope="module")
+def config(directory) -> Path:
+    path = directory / "small.json"
+    path.write_text(json.dumps(CONFIG.to_dict()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def package(directory) -> Path:
+    return random_package("small", CONFIG, directory, "onnx", "int4", "fp16").path
+
+
+@pytest.mark.parametrize("kind", ["GroupQueryAttention", "function"])
+def test_onnx_runtime_alone_computes_the_same(package, kind):
+    ours, other = (open_peer(k, package, 1, 96) for k in ("ours", kind))
+    tokens = speed.prompt(40, CONFIG.vocab_size)
+    for start, end in ((0, 1), (1, 9), (9, 33)):
+        want, found = (peer.score(tokens[start:end]) for peer in (ours, other))
+        assert np.abs(want - found).max() < BOUND * want.std()
+    for peer in (ours, other):
+        peer.rewind(12)
+    want, found = (peer.evaluate(tokens[12:13]) for peer in (ours, other))
+    assert np.abs(want - found).max() < BOUND * want.std()
+    other.fill(90)
+    other.evaluate([1])
+    other.rewind(9)  # the noise began at 0
+    assert np.abs(other.evaluate(tokens[9:10]) - want).max() > BOUND * want.std()
+
+
+def test_peers_take_turns_and_are_written_down(config, package, directory, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(peers, "perplexity_change", lambda target, weights, at: 0.01)  # a minute of export
+    options = ("--depths", "0", "80", "--prompts", "32", "--repeats", "2", "--threads", "1", "--only", "ONNX", "llama")
+    code = main(["peers", str(config), *options, "--directory", str(directory), "--output", str(tmp_path)])
+    assert code == 0, capsys.readouterr().err
+    printed, found = capsys.readouterr(), results.read(tmp_path, "peers")
+    rows = {row["name"]: row for row in found["contestants"]}
+    assert {OURS, GROUP_QUERY, FUNCTION} <= set(rows) and found["complete"]
+    for name, row in rows.items():
+        assert [one["depth"] for one in row["decode"]] == [0, 80] and row["verified"]["tokens"] == 16
+        assert row["verified"]["equal"] >= 14  # of random weights, which the last bit may turn
+        assert all(len(one["ms"]) == 2 and min(one["ms"]) > 0 for one in row["decode"])
+        assert [one["tokens"] for one in row["prefill"]] == [32]
+        assert (row["difference"] is None) == (name == OURS) and (row["difference"] or 0) < 0.5
+    assert rows[OURS]["cache_bytes_per_token"] == CONFIG.cache_bytes_per_token("fp16")
+    assert rows[GROUP_QUERY]["cache_bytes_per_token"] == 4 * rows[OURS]["cache_bytes_per_token"]
+    if importlib.util.find_spec("llama_cpp") is None:
+        left_out = {row["name"]: row["why"] for row in found["left_out"]}
+        assert left_out[peers_report.SAME] == "llama_cpp is not installed"
+        assert f"{peers_report.SAME} is left out: llama_cpp is not installed" in printed.out
+    order = [line.split(": ")[1] for line in printed.err.splitlines() if line.startswith("prefill of 32")]
+    assert order == [*rows, *reversed(rows)]
+    assert "not measured" in printed.out and f"| {OURS} |" in (tmp_path / "bench.md").read_text()
+
+
+def test_a_target_is_of_the_rounds_of_one_run():
+    ours = {"name": OURS, "decode": [{"depth": 4096, "ms": [10.0, 11.0, 20.0]}], "prefill": [], "notes": []}
+    theirs = {"name": peers_report.SAME, "decode": [{"depth": 4096, "ms": [25.0, 22.0, 42.0]}], "prefill": []}
+    theirs |= {"notes": ["not measured beyond depth 4,096, where a token takes 3.0 s"]}
+    left_out = [{"name": peers_report.MULTI_HEAD, "why": "llama_cpp is not installed"}]
+    made = peers_report.targets({"contestants": [ours, theirs], "left_out": left_out})
+    (reached,) = [target for target in made if target.ratios]
+    assert reached.ratios == [2.5, 2.0, 2.1] and reached.met and "4,096" in reached.what
+    notes = [target.note for target in made if not target.ratios]
+    assert any("llama_cpp is not installed" in note for note in notes) and all(notes)
+    assert peers_report.ratios([4.0, 8.0], [2.0]) == [2.0, 4.0] and peers_report.ratios([4.0], [1.0, 2.0]) == [4.0, 2.0]
+    assert peers_report.ratios([], [1.0]) == []
+
+
+def test_an_engine_that_computes_another_model_is_refused(package, directory):
+    other = random_package("other", replace(CONFIG, mlp="gelu", norm_eps=0.5), directory, "onnx", "int4", "fp16").path
+    taking = []
+    for contestant, path in zip(peers.CONTESTANTS[:2], (package, other), strict=True):
+        process = PeerProcess("ours", path, 1, 64)
+        taking.append(peers.Taking(contestant, peers.Package.open(package), [], [], process))
+    try:
+        with pytest.raises(EdgeQKVError, match="computes another model than edge-qkv, ONNX Runtime"):
+            peers._compare_logits(taking)
+    finally:
+        for one in taking:
+            one.process.close()
+
+
+def test_what_an_engine_died_of_is_said(package, tmp_path):
+    with pytest.raises(EdgeQKVError, match=f"^{tmp_path}: "):
+        PeerProcess("ours", tmp_path, 1, 64)
+    process = PeerProcess("ours", package, 1, 64)
+    os.kill(process._process.pid, signal.SIGKILL)
+    with pytest.raises(EdgeQKVError, match=f"^{package}: its process was killed by signal 9$"):
+        process.ask("decode", 0, 4)
+    process = PeerProcess("ours", package, 1, 64)
+    with pytest.raises(EdgeQKVError, match="another length|KeyError|no_such"):
+        process.ask("no_such")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("no-such-model",), "no-such-model: is no config such as 1.2B/Q-MQA"),
+        (("1.2B/Q-MQA", "--only", "llama"), "--only llama: leaves out 'edge-qkv, ONNX Runtime'"),
+        (("1.2B/Q-MQA", "--depths", "32768"), "--depths = 32768: must be"),
+        (("1.2B/Q-MQA", "--prompts", "0"), "--prompts = 0: must be"),
+        (("1.2B/Q-MQA", "--patience", "nan"), "--patience nan"),
+        (("1.2B/Q-MQA", "--repeats", "0"), "--repeats = 0: must be"),
+    ],
+)
+def test_bad_options_are_one_sentence(options, said, capsys):
+    assert main(["peers", *options]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error and "\n" not in error
