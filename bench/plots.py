@@ -14,8 +14,18 @@ from edge_qkv.bench.common import say
 from edge_qkv.tables import size
 
 _INK, _FAINT = "#222222", "#dddddd"
-_COLOURS = ("#0b6e99", "#d1495b", "#66a182", "#8e6c8a", "#c78c00", "#555555")
-_COLOURS += ("#5aa9d6", "#e8927c", "#2f5d3a", "#a8a8a8")
+_COLOURS = (
+    "#0b6e99",
+    "#d1495b",
+    "#66a182",
+    "#8e6c8a",
+    "#c78c00",
+    "#555555",
+    "#5aa9d6",
+    "#e8927c",
+    "#2f5d3a",
+    "#a8a8a8",
+)
 _WIDE, _HIGH = 7.5, 4.2  # inches
 _GAP = 0.055  # between labels, as a part of the height
 
