@@ -9,6 +9,7 @@ machine does meets all of them.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -213,11 +214,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> None:
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-    except ImportError as error:
-        raise InputError(f"{error.name} is not installed; install it with `pip install {error.name}`") from None
+    for name in ("onnx", "onnxruntime", "torch"):
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"{name} is not installed; install it with `pip install {name}`")
     depths = sorted({whole(depth, "--depths", 0, 1 << 20) for depth in arguments.depths})
     threads = sorted({thread_count(count) or machine.cores() for count in arguments.threads})
     repeats, tokens = whole(arguments.repeats, "--repeats", 1), whole(arguments.tokens, "--tokens", 1, MOST_CHUNK)

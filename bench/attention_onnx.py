@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from edge_qkv import _native
-from edge_qkv.attention import CACHE_DTYPE
 from edge_qkv.bench.attention_problem import HEAD_DIM, HEADS, Bound, Problem
 from edge_qkv.config import ModelConfig
 
@@ -75,7 +74,7 @@ def _unified(problem: Problem, cache: str, functions: list) -> Bound:
 
     from edge_qkv.attention import quantize_rows
 
-    codes = CACHE_DTYPE[cache] == torch.int8
+    codes = cache == "int8"
     stored = [problem.rows.astype(np.float16) if not codes else None]
     if codes:
         stored = [part.numpy() for part in quantize_rows(torch.from_numpy(problem.rows))]
