@@ -1,218 +1,268 @@
-"""The attention operator alone beside ONNX Runtime's own for such models, GroupQueryAttention.
+"""The attention operator alone beside what other runtimes have for such models.
 
-    edge-qkv bench attention --depths 8192 32768
+    edge-qkv bench attention --depths 8192 32768 --threads 1 2
 
-One token attends over a cache of the given depth, both operators in one process, through ONNX Runtime. They take
-turns, so that what else the machine does meets all of them.
+One token attends over a cache of the given depth, all operators in one process. They take turns, so that what else the
+machine does meets all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from edge_qkv import _native
-from edge_qkv.attention import CACHE_DTYPE
-from edge_qkv.bench.common import add_measuring, command_line, run, say
-from edge_qkv.checks import thread_count, whole
-from edge_qkv.errors import EdgeQKVError, InputError
-from edge_qkv.tables import table
+from edge_qkv.bench import attention_executorch, attention_onnx, machine, plots, report
+from edge_qkv.bench.attention_problem import HEAD_DIM, HEADS, Bound, Contestant, Missing, check, make_problem
+from edge_qkv.bench.common import add_output, command_line, prepare_output, run, say
+from edge_qkv.bench.figures import figure, written
+from edge_qkv.bench.results import Result
+from edge_qkv.bench.targets import Target, as_table
+from edge_qkv.checks import MOST_CHUNK, thread_count, whole
+from edge_qkv.errors import InputError
 
 DEPTHS = 1024, 8192, 32768
-HEADS, HEAD_DIM, LAYERS = 32, 64, 4  # layers: caches that take turns, as in a model, so that none stays in a core's own
+LAYERS = 22
+SECONDS = 20.0
+TARGET_DEPTH = 32768
 FIRST = "GroupQueryAttention, fp32"
+FIRST_FP16 = "GroupQueryAttention, fp16"
+FP16, INT8 = "UnifiedKVAttention, fp16", "UnifiedKVAttention, int8"
 
-SUMMARY = "Compare the attention operator with ONNX Runtime's GroupQueryAttention: one token over one kv head."
+CONTESTANTS = (
+    Contestant(FIRST, attention_onnx.group_query(np.float32), 1e-4),
+    Contestant(FIRST_FP16, attention_onnx.group_query(np.float16), 1e-2),
+    Contestant(FP16, attention_onnx.operator("fp16"), 1e-4, ours=True),
+    Contestant(INT8, attention_onnx.operator("int8"), 1e-3, ours=True),
+    Contestant("its function, fp16", attention_onnx.function("fp16"), 1e-4),
+    Contestant("its function, int8", attention_onnx.function("int8"), 1e-3),
+    Contestant("ExecuTorch sdpa_with_kv_cache, fp32", attention_executorch.sdpa, 1e-4),
+    Contestant("ExecuTorch custom_quantized_sdpa, int8", attention_executorch.quantized_sdpa, 3e-2),
+    Contestant("UnifiedKVAttention in ExecuTorch, fp16", attention_executorch.operator("fp16"), 1e-4),
+    Contestant("UnifiedKVAttention in ExecuTorch, int8", attention_executorch.operator("int8"), 1e-3),
+)
+
+SUMMARY = "Compare the attention operator with those of ONNX Runtime and ExecuTorch: one token over one kv head."
 NOTES = f"""\
-Milliseconds a layer, the median of the rounds and the least; "x": how many times faster than {FIRST},
-the median of the rounds' ratios. GroupQueryAttention keeps keys and values apart, ours keeps one row for both. Before
-anything is timed, each output is compared with attention in float64 over the rows as that cache holds them.
+Milliseconds a layer; "x": how many times faster than {FIRST}, of the same round. Figures are
+medians of the rounds (least..most). The function is what an exported file brings for an ONNX Runtime without our
+library: standard operators. ExecuTorch's operators are called by programs in its own runtime. Those of others keep keys
+and values apart, ours keeps one row for both. What is not installed is left out; an operator takes no further turns
+after --seconds. Before anything is timed, each output is compared with attention in float64 over the rows as that cache
+holds them.
 """
 
 
-@dataclass
-class Contestant:
-    """An operator with a type of cache."""
-
-    name: str
-    bind: Callable[[np.ndarray, np.ndarray, int], Bound]  # (query [1, 1, H*D], rows [N, D], threads)
-    tolerance: float  # of an output, relative to the largest
+# ---- measuring ----
 
 
 @dataclass
-class Bound:
-    """Its graph with everything in place for one depth."""
+class _Turn:
+    """A contestant with so many threads, ready for one depth."""
 
-    run: Callable[[], None]
-    output: Callable[[], np.ndarray]  # [H*D], of the first layer
-    rows: np.ndarray  # [N, D], as the cache holds them
-    seconds: list[float] = field(default_factory=list)
+    contestant: Contestant
+    threads: int
+    bound: Bound
+    ms: list[float] = field(default_factory=list)  # a layer, of each round from the first on
 
-
-def _session(nodes: list, inputs: dict[str, np.ndarray], in_place: dict[str, str], element: int, threads: int):
-    """Binds `inputs` by name, and of the outputs those of `in_place` to the buffers of their inputs."""
-    import onnx
-    import onnxruntime
-
-    helper = onnx.helper
-    outputs = [f"attention.{i}" for i in range(LAYERS)]
-    of = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in inputs.items()}
-    graph = helper.make_graph(
-        nodes,
-        "attention",
-        [helper.make_tensor_value_info(name, of[name], array.shape) for name, array in inputs.items()],
-        [helper.make_tensor_value_info(name, element, [1, 1, HEADS * HEAD_DIM]) for name in outputs]
-        + [helper.make_tensor_value_info(out, of[into], inputs[into].shape) for out, into in in_place.items()],
-    )
-    domains = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1), helper.make_opsetid("edge_qkv", 1)]
-    model = helper.make_model(graph, opset_imports=domains, ir_version=10)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # one's idle threads beside another's work
-    options.log_severity_level = 3
-    options.register_custom_ops_library(str(_native.library_path()))
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
-    binding = session.io_binding()
-    for name, value in values.items():
-        binding.bind_ortvalue_input(name, value)
-    for name in outputs:
-        binding.bind_output(name)
-    for name, into in in_place.items():
-        binding.bind_ortvalue_output(name, values[into])
-    return (lambda: session.run_with_iobinding(binding)), (lambda: binding.get_outputs()[0].numpy().ravel())
+    def take(self, layers: int) -> None:
+        _settle()
+        began = time.perf_counter()
+        self.bound.run()
+        self.ms.append((time.perf_counter() - began) * 1e3 / layers)
 
 
-def _ours(cache: str) -> Callable[[np.ndarray, np.ndarray, int], Bound]:
-    def bind(query: np.ndarray, rows: np.ndarray, threads: int) -> Bound:
-        import onnx
-        import torch
-
-        from edge_qkv.attention import quantize_rows
-
-        depth, codes = len(rows) - 1, CACHE_DTYPE[cache] == torch.int8
-        stored = [rows.astype(np.float16) if not codes else None]
-        if codes:
-            stored = [part.numpy() for part in quantize_rows(torch.from_numpy(rows))]
-        held = stored[0].astype(np.float32) * (stored[1].astype(np.float32)[:, None] if codes else 1)
-        inputs = {"query": query, "kv": rows[None, -1:], "past": np.array(depth, np.int64)}
-        nodes, in_place = [], {}
-        for i in range(LAYERS):
-            for kind, array in zip(("cache", "cache_scale"), stored, strict=False):
-                inputs[f"{kind}.{i}"] = array[None, None].copy()
-                in_place[f"{kind}_out.{i}"] = f"{kind}.{i}"
-            names = ["query", "kv", f"cache.{i}", "past"] + (["", "", "", "", f"cache_scale.{i}"] if codes else [])
-            outputs = [f"attention.{i}", f"cache_out.{i}"] + (["", f"cache_scale_out.{i}"] if codes else [])
-            attributes = {"num_heads": HEADS, "kv_heads": 1, "scale": HEAD_DIM**-0.5, "rotary": "none"}
-            attributes |= {"rotary_dim": 0, "window": 0, "sinks": 0}
-            nodes.append(onnx.helper.make_node("UnifiedKVAttention", names, outputs, domain="edge_qkv", **attributes))
-        return Bound(*_session(nodes, inputs, in_place, onnx.TensorProto.FLOAT, threads), held)
-
-    return bind
+def _settle() -> None:
+    """Waits until the threads of the one before, which look for more work a while, are asleep."""
+    for _ in range(50):
+        busy = time.process_time()
+        time.sleep(0.002)
+        if time.process_time() - busy < 0.0005:
+            return
 
 
-def _group_query(dtype: type) -> Callable[[np.ndarray, np.ndarray, int], Bound]:
-    def bind(query: np.ndarray, rows: np.ndarray, threads: int) -> Bound:
-        import onnx
+def compare(
+    depths: Sequence[int],
+    rounds: int,
+    threads: Sequence[int],
+    seconds: float = SECONDS,
+    tokens: int = 1,
+    layers: int = LAYERS,
+    grown: Callable[[dict[str, Any]], object] = lambda _: None,
+) -> dict[str, Any]:
+    """Milliseconds a layer of each contestant at each depth, as plain data: see `schema.md`, kind "attention".
 
-        held = rows.astype(dtype)
-        inputs = {"query": query.astype(dtype), "kv": held[None, -1:]}
-        inputs |= {"last": np.array([len(rows) - 1], np.int32), "length": np.array(len(rows), np.int32)}
-        nodes, in_place = [], {}
-        for i in range(LAYERS):
-            for kind in ("key", "value"):
-                inputs[f"past_{kind}.{i}"] = held[None, None].copy()
-                in_place[f"present_{kind}.{i}"] = f"past_{kind}.{i}"
-            names = ["query", "kv", "kv", f"past_key.{i}", f"past_value.{i}", "last", "length"]
-            outputs = [f"attention.{i}", f"present_key.{i}", f"present_value.{i}"]
-            attributes = {"num_heads": HEADS, "kv_num_heads": 1}
-            nodes.append(
-                onnx.helper.make_node("GroupQueryAttention", names, outputs, domain="com.microsoft", **attributes)
-            )
-        element = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-        return Bound(*_session(nodes, inputs, in_place, element, threads), held.astype(np.float32))
-
-    return bind
-
-
-CONTESTANTS = (
-    Contestant(FIRST, _group_query(np.float32), 1e-4),
-    Contestant("GroupQueryAttention, fp16", _group_query(np.float16), 1e-2),
-    Contestant("UnifiedKVAttention, fp16", _ours("fp16"), 1e-4),
-    Contestant("UnifiedKVAttention, int8", _ours("int8"), 1e-3),
-)
+    All are measured with the most `threads`, ours with the others as well. tokens: queries of a call. `grown` is given
+    what there is after each depth. Raises `EdgeQKVError` where an output is wrong.
+    """
+    sizes = {"heads": HEADS, "head_dim": HEAD_DIM, "kv_heads": 1, "layers": layers, "tokens": tokens}
+    result: dict[str, Any] = sizes | {"threads": sorted(set(threads)), "results": [], "scaling": [], "left_out": []}
+    for depth in depths:
+        turns = _bind(depth, result)
+        for turn in range(rounds):
+            for one in turns if turn % 2 == 0 else reversed(turns):
+                if not one.ms or sum(one.ms) * layers / 1e3 < seconds:
+                    one.take(layers)
+        result["results"] += _results(depth, turns)
+        result["scaling"] += _scaling(depth, turns)
+        grown(result)
+    return result
 
 
-def reference(query: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Attention [H*D] of one token's heads over all rows [N, D], in float64."""
-    rows, heads = rows.astype(np.float64), query.reshape(HEADS, HEAD_DIM).astype(np.float64)
-    scores = heads @ rows.T * HEAD_DIM**-0.5
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return (weights @ rows / weights.sum(-1, keepdims=True)).ravel()
-
-
-def measure(depth: int, rounds: int, threads: int) -> dict[str, list[float]]:
-    """Milliseconds a layer of each contestant in each round; an error where an output is wrong."""
-    generator = np.random.default_rng(depth)
-    query = generator.normal(scale=2, size=(1, 1, HEADS * HEAD_DIM)).astype(np.float32)
-    rows = generator.normal(size=(depth + 1, HEAD_DIM)).astype(np.float32)
-    bound = {}
+def _bind(depth: int, result: dict[str, Any]) -> list[_Turn]:
+    """Everyone who is there, checked and warm; who is not is added to what the result leaves out."""
+    *fewer, most = result["threads"]
+    problem = make_problem(depth, result["tokens"], result["layers"], most)
+    absent = {row["operator"] for row in result["left_out"]}
+    turns = []
     for contestant in CONTESTANTS:
-        bound[contestant.name] = one = contestant.bind(query, rows, threads)
-        one.run()  # warm as well
-        want = reference(query, one.rows)
-        off = np.abs(one.output() - want).max() / np.abs(want).max()
-        if not off <= contestant.tolerance:
-            raise EdgeQKVError(f"{contestant.name} at depth {depth} is off by {off:.2g} of its largest output value")
-    for turn in range(rounds):
-        for one in list(bound.values())[:: 1 if turn % 2 == 0 else -1]:
-            began = time.perf_counter()
-            one.run()
-            one.seconds.append((time.perf_counter() - began) / LAYERS)
-    return {name: [seconds * 1e3 for seconds in one.seconds] for name, one in bound.items()}
+        if contestant.name in absent:
+            continue
+        say(f"depth {depth:,}: {contestant.name}")
+        try:
+            for threads in (*(fewer if contestant.ours else ()), most):
+                given = replace(problem, threads=threads)
+                bound = contestant.bind(given)
+                bound.run()
+                check(contestant, given, bound)
+                turns.append(_Turn(contestant, threads, bound))
+        except Missing as why:
+            say(f"{contestant.name} is left out: {why}")
+            result["left_out"].append({"operator": contestant.name, "why": str(why)})
+    return turns
+
+
+def _ratios(slower: list[float], faster: list[float]) -> list[float]:
+    """Of the rounds that both have."""
+    return [a / b for a, b in zip(slower, faster, strict=False)]
+
+
+def _results(depth: int, turns: list[_Turn]) -> list[dict[str, Any]]:
+    most = max(one.threads for one in turns)
+    all_of = {one.contestant.name: one.ms for one in turns if one.threads == most}
+    rows = []
+    for name, ms in all_of.items():
+        times = figure(_ratios(all_of[FIRST], ms)) if FIRST in all_of else None
+        rows.append({"depth": depth, "operator": name, "ms": ms, "ms_per_layer": figure(ms), "times_faster": times})
+    return rows
+
+
+def _scaling(depth: int, turns: list[_Turn]) -> list[dict[str, Any]]:
+    """How many times faster ours are with more threads than with the fewest."""
+    rows = []
+    for name in dict.fromkeys(one.contestant.name for one in turns if one.contestant.ours):
+        fewest, *others = (one for one in turns if one.contestant.name == name)
+        for one in others:
+            ratios = _ratios(fewest.ms, one.ms)
+            row = {"depth": depth, "operator": name, "from": fewest.threads, "threads": one.threads}
+            rows.append(row | {"ratios": ratios, "times_faster": figure(ratios)})
+    return rows
+
+
+# ---- what is wanted ----
+
+_FASTER = (
+    (FP16, FIRST, 4, ""),
+    (FP16, FIRST_FP16, 9, ""),
+    (INT8, FIRST, 10, ""),
+    (INT8, FIRST, 16, "the aim"),
+)
+_NO_DEPTH = f"needs both at depth {TARGET_DEPTH:,}, one token"
+_NO_THREADS = f"needs --threads 1 2 at depth {TARGET_DEPTH:,}, one token"
+
+
+def targets(result: dict[str, Any]) -> list[Target]:
+    """What was aimed at for one token at depth 32,768, beside what `compare` found."""
+    decoded = [row for row in result["results"] if (row["depth"], result["tokens"]) == (TARGET_DEPTH, 1)]
+    ms = {row["operator"]: row["ms"] for row in decoded}
+    scaling = {
+        row["operator"]: row["ratios"]
+        for row in result["scaling"]
+        if (row["depth"], result["tokens"], row["from"], row["threads"]) == (TARGET_DEPTH, 1, 1, 2)
+    }
+    made = []
+    for ours, theirs, wanted, note in _FASTER:
+        found = _ratios(ms[theirs], ms[ours]) if {ours, theirs} <= set(ms) else []
+        made.append(Target(f"{ours}: faster than {theirs}", wanted, "at least", found, note if found else _NO_DEPTH))
+    for ours in (FP16, INT8):
+        found = scaling.get(ours, [])
+        made.append(Target(f"{ours}: 2 threads over 1", 1.8, "at least", found, "" if found else _NO_THREADS))
+    return made
+
+
+# ---- the command ----
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line("attention", SUMMARY, NOTES)
-    add_measuring(parser, 15, "rounds a depth")
-    parser.add_argument(
-        "--depths", type=int, nargs="+", default=list(DEPTHS), help="rows in the cache; default: %(default)s"
+    add = parser.add_argument
+    add_output(parser, "bench.json and bench.md")
+    add("--depths", type=int, nargs="+", default=list(DEPTHS), help="rows in the cache; default: %(default)s")
+    add("--threads", type=int, nargs="+", default=[0], help="several: how ours scale; 0: one for each core")
+    add("--tokens", type=int, default=1, help="queries of a call, more than one as in a prefill; default: %(default)s")
+    add("--layers", type=int, default=LAYERS, help="caches that take turns, as in a model; default: %(default)s")
+    add("--repeats", type=int, default=15, help="rounds a depth; default: %(default)s")
+    add("--seconds", type=float, default=SECONDS, help="longest an operator takes turns; default: %(default)s")
+    return run(parser, _measure, argv)
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    for name in ("onnx", "onnxruntime", "torch"):
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"{name} is not installed; install it with `pip install {name}`")
+    depths = sorted({whole(depth, "--depths", 0, 1 << 20) for depth in arguments.depths})
+    threads = sorted({thread_count(count) or machine.cores() for count in arguments.threads})
+    repeats, tokens = whole(arguments.repeats, "--repeats", 1), whole(arguments.tokens, "--tokens", 1, MOST_CHUNK)
+    layers, limit = whole(arguments.layers, "--layers", 1, 1024), arguments.seconds
+    if not 0 < limit < 1e6:
+        raise InputError(f"--seconds {limit}: must be above 0 and below 1,000,000")
+    prepare_output(arguments.output)
+    options = {"threads": threads[-1], "repeats": repeats, "seconds": limit}
+    result = Result("attention", arguments.output, machine=machine.describe(), options=options)
+    with result.kept():
+        grown = lambda found: result.add("attention", found)  # noqa: E731
+        found = compare(depths, repeats, threads, limit, tokens, layers, grown)
+        result.add("targets", [target.as_json() for target in targets(found)])
+    content = result.finish()
+    print(json.dumps(content, indent=2) if arguments.json else report.as_text(_parts(content)))
+    if arguments.output is not None:
+        report.write(arguments.output, _parts(content), plots.of_attention(content))
+
+
+def _parts(content: dict[str, Any]) -> list[report.Part]:
+    found, options = content["attention"], content["options"]
+    tokens = "one token" if found["tokens"] == 1 else f"{found['tokens']:,} tokens"
+    head = report.Part(
+        f"Attention of {tokens}: {HEADS} heads of {HEAD_DIM}, one kv head, {found['layers']} layers",
+        notes=[
+            machine.one_line(content["machine"]),
+            f"threads: {options['threads']}; medians of up to {options['repeats']} rounds (least..most)",
+        ],
     )
-    return run(parser, _report, argv)
-
-
-def _report(arguments: argparse.Namespace) -> None:
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-    except ImportError as error:
-        raise InputError(f"{error.name} is not installed; install it with `pip install {error.name}`") from None
-    depths = [whole(depth, "--depths", 0, 1 << 20) for depth in arguments.depths]
-    threads = thread_count(arguments.threads) or os.cpu_count()
-    results = []
-    for depth in depths:
-        say(f"depth {depth:,}")
-        for name, ms in measure(depth, max(1, arguments.repeats), threads).items():
-            results.append({"depth": depth, "operator": name, "ms": ms})
-    if arguments.json:
-        print(json.dumps({"threads": threads, "results": results}, indent=2))
-        return
-    first = {one["depth"]: one["ms"] for one in results if one["operator"] == FIRST}
     cells = []
-    for one in results:
-        ms, peer = one["ms"], first[one["depth"]]
-        times = median(theirs / ours for theirs, ours in zip(peer, ms, strict=True))
-        cells.append((one["operator"], f"{one['depth']:,}", f"{median(ms):.3f}", f"{min(ms):.3f}", f"{times:.1f}"))
-    print(table(cells, ("operator and cache", "depth", "median ms", "least ms", "x")))
-    print(f"\n{HEADS} heads of {HEAD_DIM}, one kv head; threads: {threads}, rounds: {len(ms)}\n\n{NOTES}", end="")
+    for row in found["results"]:
+        times = row["times_faster"]
+        least = [f"{row['depth']:,}", written(row["ms_per_layer"]), "" if times is None else written(times)]
+        cells.append((row["operator"], *least, str(len(row["ms"]))))
+    notes = [f"{row['operator']} is left out: {row['why']}" for row in found["left_out"]] + NOTES.splitlines()
+    layer = report.Part("A layer", ("operator and cache", "depth", "ms", "x", "rounds"), cells, notes)
+    parts = [head, layer]
+    if found["scaling"]:
+        header = ("operator and cache", "depth", "threads", "x")
+        cells = [
+            (row["operator"], f"{row['depth']:,}", f"{row['from']} to {row['threads']}", written(row["times_faster"]))
+            for row in found["scaling"]
+        ]
+        parts.append(report.Part("More threads", header, cells))
+    cells, header = as_table(targets(found))
+    return [*parts, report.Part(f"Targets, one token at depth {TARGET_DEPTH:,}", header, cells)]
 
 
 if __name__ == "__main__":

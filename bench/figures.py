@@ -36,6 +36,6 @@ def rate(figure: Figure, count: float) -> Figure:
 def written(figure: Figure, scale: float = 1, spread: bool = True) -> str:
     """The median of `figure / scale` in three digits or more, and the spread where there is one."""
     middle = figure["median"] / scale
-    digits = 0 if middle >= 100 else 1 if middle >= 10 else 2
+    digits = next((digits for digits, least in enumerate((100, 10, 1)) if middle >= least), 3)
     middle, least, most = (f"{figure[name] / scale:,.{digits}f}" for name in ("median", "least", "most"))
     return middle if least == most or not spread else f"{middle} ({least}..{most})"

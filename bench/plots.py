@@ -6,7 +6,6 @@ Every line and bar is named where it ends, instead of in a legend.
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,18 @@ from edge_qkv.bench.common import say
 from edge_qkv.tables import size
 
 _INK, _FAINT = "#222222", "#dddddd"
-_COLOURS = ("#0b6e99", "#d1495b", "#66a182", "#8e6c8a", "#c78c00", "#555555", "#3d9be9", "#a0522d")
+_COLOURS = (
+    "#0b6e99",
+    "#d1495b",
+    "#66a182",
+    "#8e6c8a",
+    "#c78c00",
+    "#555555",
+    "#5aa9d6",
+    "#e8927c",
+    "#2f5d3a",
+    "#a8a8a8",
+)
 _WIDE, _HIGH = 7.5, 4.2  # inches
 _GAP = 0.055  # between labels, as a part of the height
 
@@ -80,8 +90,25 @@ def of_variants(result: dict[str, Any]) -> dict[str, tuple[str, Draw]]:
 def of_peers(result: dict[str, Any]) -> dict[str, tuple[str, Draw]]:
     """What a token takes against depth, in all engines."""
     times = [(row["name"], _times(row["decode"])) for row in result["contestants"]]
-    head = f"Decode: {result['model']}\n{result['machine']['processor']}, {result['options']['threads']} threads"
-    return {"decode": (head, lambda axes: _lines(axes, times, "ms a token", _speed, log=True))}
+    title = f"Decode: {result['model']}\n{result['machine']['processor']}, {result['options']['threads']} threads"
+    return {"decode": (title, lambda axes: _lines(axes, times, "ms a token", _speed, log=True))}
+
+
+def of_attention(result: dict[str, Any]) -> dict[str, tuple[str, Draw]]:
+    """Milliseconds a layer of each operator against depth."""
+    found, machine = result["attention"], result["machine"]
+    series: dict[str, Points] = {}
+    for row in found["results"]:
+        if row["depth"]:  # a logarithm has no place for 0
+            point = (row["depth"], *(row["ms_per_layer"][name] for name in ("median", "least", "most")))
+            series.setdefault(row["operator"], []).append(point)
+    if not series:
+        return {}
+    tokens = "one token" if found["tokens"] == 1 else f"{found['tokens']:,} tokens"
+    head = f"Attention of {tokens}, {found['heads']} heads of {found['head_dim']} over one kv head"
+    title = f"{head}\n{machine['processor']}, {result['options']['threads']} threads"
+    end = lambda ms: f"{_short(ms)} ms"  # noqa: E731
+    return {"attention": (title, lambda axes: _log_lines(axes, list(series.items()), "ms a layer", end))}
 
 
 Points = list[tuple[int, float, float, float]]  # depth, value, least, most
@@ -118,41 +145,70 @@ def _lines(
     axes: Any, series: Sequence[tuple[str, Points]], unit: str, end: Callable[[float], str], log: bool = False
 ) -> None:
     """Values against depth with their spread, each line with its name and last value at its end; from 0, or on a
-    logarithmic scale, where lines lie far apart."""
+    logarithmic scale where lines lie far apart."""
     series = [(label, points) for label, points in series if points]
     deepest = max(points[-1][0] for _, points in series)
-    highest = max(most for _, points in series for *_, most in points) or 1
+    highest = max(most for _, points in series for *_, most in points)
+    axes.set_xlim(0, deepest or 1)
+    if log:
+        lowest = min(least for _, points in series for _, _, least, _ in points)
+        axes.set_yscale("log")
+        axes.set_ylim(lowest * 0.9, highest * 1.1)
+        marks = [m * 10**n for n in range(-3, 7) for m in (1, 2, 5) if lowest <= m * 10**n <= highest]
+        axes.set_yticks(marks, [f"{mark:,g}" for mark in marks])
+        axes.set_yticks([], minor=True)
+    else:
+        axes.set_ylim(0, highest * 1.02 or 1)
+    _draw(axes, series, unit, end)
+    ticks = [depth for depth in (0, 4096, 8192, 16384, 32768) if depth <= deepest * 1.01]
+    if len(ticks) > 2:
+        axes.set_xticks(ticks, [_depth(depth) for depth in ticks])
+
+
+def _log_lines(axes: Any, series: Sequence[tuple[str, Points]], unit: str, end: Callable[[float], str]) -> None:
+    """The same on logarithmic axes, for values that differ by orders of magnitude."""
+    depths = sorted({depth for _, points in series for depth, *_ in points})
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(depths[0] * 0.97, depths[-1] * (1 if len(depths) > 1 else 1.03))
     lowest = min(least for _, points in series for _, _, least, _ in points)
+    highest = max(most for _, points in series for *_, most in points)
+    axes.set_ylim(lowest * 0.9, highest * 1.1)
+    _draw(axes, series, unit, end)
+    axes.set_xticks(depths, [_depth(depth) for depth in depths])
+    axes.set_xticks([], minor=True)
+
+
+def _draw(axes: Any, series: Sequence[tuple[str, Points]], unit: str, end: Callable[[float], str]) -> None:
+    """The lines themselves, on axes whose limits and scales are set."""
     ends = []
     for i, (label, points) in enumerate(series):
         depths, values, least, most = zip(*points, strict=True)
         colour = _COLOURS[i % len(_COLOURS)]
         axes.fill_between(depths, least, most, color=colour, alpha=0.15, linewidth=0)
         axes.plot(depths, values, color=colour, marker="o", markersize=3.5, linewidth=1.6, clip_on=False)
-        text = f"{label}  {end(values[-1])}".strip()
-        part = math.log(values[-1] / lowest) / (math.log(highest / lowest) or 1) if log else values[-1] / highest
-        ends.append((part, depths[-1], text, colour))
-    axes.set_xlim(0, deepest or 1)
-    if log:
-        axes.set_yscale("log")
-        axes.set_ylim(lowest, highest)
-        marks = [m * 10**n for n in range(-3, 7) for m in (1, 2, 5) if lowest <= m * 10**n <= highest]
-        axes.set_yticks(marks, [f"{mark:,g}" for mark in marks], minor=False)
-        axes.set_yticks([], minor=True)
-    else:
-        axes.set_ylim(0, highest * 1.02)
+        (_, height) = axes.transAxes.inverted().transform(axes.transData.transform((depths[-1], values[-1])))
+        ends.append((height, depths[-1], f"{label}  {end(values[-1])}".strip(), colour))
     for height, (_, depth, text, colour) in zip(_apart([first for first, *_ in ends]), ends, strict=True):
-        where = (depth, lowest * (highest / lowest) ** height if log else height * highest)
+        (across, _) = axes.transAxes.inverted().transform(axes.transData.transform((depth, 1)))
         axes.annotate(
-            text, where, xytext=(8, 0), textcoords="offset points", color=colour, va="center", annotation_clip=False
+            text,
+            (across, height),
+            xycoords="axes fraction",
+            xytext=(8, 0),
+            textcoords="offset points",
+            color=colour,
+            va="center",
+            annotation_clip=False,
         )
     axes.set_xlabel("tokens in the cache")
     axes.set_ylabel(unit)
-    ticks = [depth for depth in (0, 4096, 8192, 16384, 32768) if depth <= deepest * 1.01]
-    if len(ticks) > 2:
-        axes.set_xticks(ticks, [f"{depth // 1024}k" if depth else "0" for depth in ticks])
     axes.grid(axis="y", color=_FAINT, linewidth=0.8)
     _plain(axes)
+
+
+def _depth(depth: int) -> str:
+    return f"{depth // 1024}k" if depth and depth % 1024 == 0 else f"{depth:,}"
 
 
 def _bars(axes: Any, bars: Sequence[tuple[str, int]]) -> None:

@@ -132,6 +132,45 @@ _SHAPES: dict[str, Any] = {
         ],
         "targets": [{"what": _TEXT, "wanted": _NUMBER, "kind": _TEXT, "ratios": [_NUMBER], "note": _TEXT}],
     },
+    "attention": {
+        "machine": _MACHINE,
+        "options": _OPTIONS,
+        "attention": {
+            **dict.fromkeys(("heads", "head_dim", "kv_heads", "layers", "tokens"), _COUNT),
+            "threads": [_COUNT],
+            "results": [
+                {
+                    "depth": _COUNT,
+                    "operator": _TEXT,
+                    "ms": [_NUMBER],
+                    "ms_per_layer": _FIGURE,
+                    "times_faster": (dict, type(None)),
+                }
+            ],
+            "scaling": [
+                {
+                    "depth": _COUNT,
+                    "operator": _TEXT,
+                    "from": _COUNT,
+                    "threads": _COUNT,
+                    "ratios": [_NUMBER],
+                    "times_faster": _FIGURE,
+                }
+            ],
+            "left_out": [{"operator": _TEXT, "why": _TEXT}],
+        },
+        "targets": [
+            {
+                "what": _TEXT,
+                "wanted": _NUMBER,
+                "kind": _TEXT,
+                "ratios": [_NUMBER],
+                "ratio": (dict, type(None)),
+                "met": (bool, type(None)),
+                "note": _TEXT,
+            }
+        ],
+    },
 }
 _ALWAYS = {"machine", "options", "package", "model", "layers", "target", "weights", "cache", "context", "variants"}
 

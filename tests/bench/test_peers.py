@@ -121,7 +121,7 @@ def test_what_an_engine_died_of_is_said(package, tmp_path):
     with pytest.raises(EdgeQKVError, match=f"^{package}: its process was killed by signal 9$"):
         process.ask("decode", 0, 4)
     process = PeerProcess("ours", package, 1, 64)
-    with pytest.raises(EdgeQKVError, match="another length|KeyError|no_such"):
+    with pytest.raises(EdgeQKVError, match="no_such"):
         process.ask("no_such")
 
 

@@ -222,3 +222,12 @@ constexpr Plugin kPlugin = {kPluginInterface, EDGE_QKV_EXECUTORCH_VERSION, open,
 extern "C" __attribute__((visibility("default"))) const edge_qkv::et::Plugin* eqkv_executorch_plugin() {
   return &edge_qkv::et::kPlugin;
 }
+
+// For programs that others load with ExecuTorch's own runtime: makes our operator known to it, and
+// nothing else. An eqkv_status.
+extern "C" __attribute__((visibility("default"))) int eqkv_executorch_register() {
+  using namespace edge_qkv::et;
+  PluginMessage ignored;
+  if (const int status = caught(&ignored, check_version)) return status;
+  return guarded(&ignored, register_attention);
+}
