@@ -7,7 +7,8 @@ llama.cpp packs the weights for the processor, chooses its kind of attention and
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,9 +62,9 @@ class Ours:
 
 
 class Llama:
-    """llama.cpp on the package's file, with its own defaults."""
+    """llama.cpp on the package's file, with its own defaults; or without flash attention, which it chooses itself."""
 
-    def __init__(self, package: Package, threads: int, context: int) -> None:
+    def __init__(self, package: Package, threads: int, context: int, flash: bool = True) -> None:
         os.environ.setdefault("GGML_NO_BACKTRACE", "1")
         import llama_cpp as llama
 
@@ -79,26 +80,33 @@ class Llama:
         how = llama.llama_context_default_params()
         how.n_ctx, how.n_threads, how.n_threads_batch = context, threads, threads
         how.offload_kqv = how.op_offload = False
+        if not flash:
+            how.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._context = llama.llama_init_from_model(self._model, how)
         if not self._context:
             raise EdgeQKVError(f"{package.path}: llama.cpp cannot open a session of {context} tokens")
         self._vocabulary = config.vocab_size
+        width, fp16 = config.kv_heads * config.head_dim, np.dtype(np.float16)
+        # Values are transposed without flash attention, which llama.cpp also leaves out where it finds it has none.
+        orders = (False, True) if flash else (True,)
         parts = ("keys", "values")
-        width = config.kv_heads * config.head_dim
-        self._layout = Layout(config.layers, width, np.dtype(np.float16), parts, transposed=False)
+        self._layouts = [Layout(config.layers, width, fp16, parts, transposed) for transposed in orders]
         self._past = 0
 
     def fill(self, depth: int) -> None:
         self.rewind(0)
-        if depth:
-            generator, layout = np.random.default_rng(0), self._layout
-            # The same noise in all layers: what is multiplied does not matter, and a large model's takes minutes.
-            noise = generator.standard_normal((1, depth, layout.width), np.float32).astype(layout.dtype)
-            state = layout.join(dict.fromkeys(layout.parts, np.repeat(noise, layout.layers, axis=0)))
-            pointer = state.ctypes.data_as(self._llama.llama_state_seq_set_data.argtypes[1])
-            if self._llama.llama_state_seq_set_data(self._context, pointer, len(state), 0) != len(state):
-                raise EdgeQKVError("this version of llama.cpp does not take a cache from outside; install 0.3.36")
+        if depth and not any(self._set(depth, layout) for layout in self._layouts):
+            raise EdgeQKVError("this version of llama.cpp does not take a cache from outside; install 0.3.36")
         self._past = depth
+
+    def _set(self, depth: int, layout: Layout) -> bool:
+        """Whether it took noise as its cache."""
+        generator = np.random.default_rng(0)
+        # The same in all layers: it does not matter what is multiplied, and a large model's noise takes minutes.
+        noise = generator.standard_normal((1, depth, layout.width), np.float32).astype(layout.dtype)
+        state = layout.join(dict.fromkeys(layout.parts, np.repeat(noise, layout.layers, axis=0)))
+        pointer = state.ctypes.data_as(self._llama.llama_state_seq_set_data.argtypes[1])
+        return self._llama.llama_state_seq_set_data(self._context, pointer, len(state), 0) == len(state)
 
     def rewind(self, depth: int) -> None:
         self._llama.llama_memory_seq_rm(self._llama.llama_get_memory(self._context), 0, depth, -1)
@@ -258,4 +266,10 @@ class GroupQuery(_OnnxRuntime):
         return super()._lengths(count) | lengths
 
 
-PEERS = {"ours": Ours, "llama.cpp": Llama, "function": Fallback, "GroupQueryAttention": GroupQuery}
+PEERS: dict[str, Callable[[Package, int, int], Peer]] = {
+    "ours": Ours,
+    "llama.cpp": Llama,
+    "llama.cpp, no flash attention": partial(Llama, flash=False),
+    "function": Fallback,
+    "GroupQueryAttention": GroupQuery,
+}

@@ -22,7 +22,7 @@ from edge_qkv.bench.common import add_measuring, add_output, command_line, prepa
 from edge_qkv.bench.figures import figure, rate
 from edge_qkv.bench.measure import checked_depths
 from edge_qkv.bench.peer_process import PeerProcess
-from edge_qkv.bench.peers_report import MULTI_HEAD, OURS, SAME
+from edge_qkv.bench.peers_report import NO_FLASH, OURS
 from edge_qkv.bench.random_package import default_directory, named_config, random_package
 from edge_qkv.bench.results import Result
 from edge_qkv.bench.rounding import perplexity_change
@@ -33,6 +33,7 @@ MODEL = "1.2B/Q-MQA"
 DEPTHS = 0, 1024, 4096, 8192, 16384, 32767
 PROMPTS = 512, 4096, 16384
 SECONDS, PATIENCE = 20.0, 900.0
+_SHORT = 1024
 _ALIKE = 64  # tokens of the prompt after which all engines of the same weights should say the same
 _OTHER_MODEL = 0.7  # standard deviations between logits; those of models that have nothing in common are at 1.4
 _PAUSE = 0.05  # seconds in which the threads of whoever was last go to sleep
@@ -51,6 +52,7 @@ class Contestant:
     cache: str = "fp16"
     variant: str = ""  # another one than the model's
     needs: str = ""  # a module
+    long: bool = True  # whether it reads prompts of more than _SHORT tokens
 
     @property
     def ours(self) -> bool:
@@ -62,17 +64,22 @@ CONTESTANTS = (
     Contestant(OURS, "ours", "onnx", "int4"),
     Contestant("edge-qkv, ONNX Runtime, int8 cache", "ours", "onnx", "int4", "int8"),
     Contestant("edge-qkv, ExecuTorch", "ours", "executorch", "8da4w", needs="executorch"),
-    Contestant(SAME, "llama.cpp", "gguf", "q4_0", needs="llama_cpp"),
-    Contestant("llama.cpp, GQA-4", "llama.cpp", "gguf", "q4_0", variant="GQA-4", needs="llama_cpp"),
-    Contestant(MULTI_HEAD, "llama.cpp", "gguf", "q4_0", variant="QKV", needs="llama_cpp"),
+    *(
+        Contestant(
+            f"{name}{mode}", f"llama.cpp{mode}", "gguf", "q4_0", variant=variant, needs="llama_cpp", long=not variant
+        )
+        for name, variant in (("llama.cpp", ""), ("llama.cpp, GQA-4", "GQA-4"), ("llama.cpp, multi-head", "QKV"))
+        for mode in ("", NO_FLASH)
+    ),
     Contestant("ONNX Runtime, GroupQueryAttention", "GroupQueryAttention", "onnx", "int4"),
-    Contestant("ONNX Runtime, our function", "function", "onnx", "int4"),
+    Contestant("ONNX Runtime, our function", "function", "onnx", "int4", long=False),
 )
 
 NOTES = f"""\
 contestants, each a process of its own that waits while the others have their turn:
   {OURS:34}  this project's runtime; also with an int8 cache, and with ExecuTorch as its engine
-  {SAME:34}  llama.cpp on a GGUF file of the same model and weights: one kv head, keys and values apart
+  llama.cpp                           on a GGUF file of the same weights: one kv head, keys and values apart; as it
+                                      comes (it then chooses flash attention) and without flash attention
   llama.cpp, GQA-4 and multi-head     the same sizes with 4 and with all kv heads
   ONNX Runtime, GroupQueryAttention   the package's graph with ONNX Runtime's operator in place of ours, cache in fp32
   ONNX Runtime, our function          the package without our library: the operator expanded, cache copied each token
@@ -220,6 +227,7 @@ def _package(
     package = random_package(name, config, directory, contestant.target, contestant.weights, contestant.cache)
     # llama.cpp takes a cache of noise as a copy, made from another: three of it are there at a time.
     a_token, available = package.cache_bytes_per_token * 3, (machine.available_memory() or 1 << 40) // 2
+    lengths = [n for n in lengths if contestant.long or n <= _SHORT]
     one = Taking(contestant, package, *([n for n in ns if n * a_token <= available] for ns in (depths, lengths)))
     for what, asked, held in (("depth", depths, one.depths), ("prompt", lengths, one.lengths)):
         if missing := sorted({*asked} - {*held}):
