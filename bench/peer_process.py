@@ -6,6 +6,7 @@ import argparse
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -35,6 +36,7 @@ class PeerProcess:
         self._answer()
 
     def ask(self, action: str, *arguments: Any) -> Any:
+        self._process.send_signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps([action, *arguments]) + "\n")
             self._process.stdin.flush()
@@ -48,6 +50,7 @@ class PeerProcess:
 
     def _answer(self) -> Any:
         if line := self._process.stdout.readline():
+            self._process.send_signal(signal.SIGSTOP)  # its threads would look for work, in the turn of another
             return json.loads(line)
         said = self._process.communicate()[1].strip().splitlines()
         code = self._process.returncode

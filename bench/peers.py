@@ -36,7 +36,7 @@ SECONDS, PATIENCE = 20.0, 900.0
 _SHORT = 1024
 _ALIKE = 64  # tokens of the prompt after which all engines of the same weights should say the same
 _OTHER_MODEL = 0.7  # standard deviations between logits; those of models that have nothing in common are at 1.4
-_PAUSE = 0.05  # seconds in which the threads of whoever was last go to sleep
+_PAUSE = 0.05  # seconds between turns
 
 SUMMARY = "Compare a model with random weights in this project's engines and in llama.cpp and ONNX Runtime alone."
 

@@ -25,6 +25,7 @@ _COLOURS = (
     "#e8927c",
     "#2f5d3a",
     "#a8a8a8",
+    "#7a4fbf",
 )
 _WIDE, _HIGH = 7.5, 4.2  # inches
 _GAP = 0.055  # between labels, as a part of the height
