@@ -43,6 +43,8 @@ examples:
   edge-qkv bench compare a/bench.json b/bench.json    results of several devices or packages in one table and plot
   edge-qkv bench variants 1.2B                    what sharing keys and values saves: cache bytes and decode speed
   edge-qkv bench engines onnx executorch          packages side by side, taking turns
+  edge-qkv bench peers                            a model of 1.2B beside llama.cpp and ONNX Runtime alone, and targets
+  edge-qkv bench attention                        the attention operator beside ONNX Runtime's and ExecuTorch's
   edge-qkv bench restore model                    restoring a conversation beside the prefill it replaces
 (a package whose directory has such a name is ./compare)
 

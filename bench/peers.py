@@ -33,7 +33,7 @@ MODEL = "1.2B/Q-MQA"
 DEPTHS = 0, 1024, 4096, 8192, 16384, 32767
 PROMPTS = 512, 4096, 16384
 SECONDS, PATIENCE = 20.0, 900.0
-_SHORT = 1024
+_LONG, _SHORT = 1 << 30, 1024
 _ALIKE = 64  # tokens of the prompt after which all engines of the same weights should say the same
 _OTHER_MODEL = 0.7  # standard deviations between logits; those of models that have nothing in common are at 1.4
 _PAUSE = 0.05  # seconds between turns
@@ -52,7 +52,7 @@ class Contestant:
     cache: str = "fp16"
     variant: str = ""  # another one than the model's
     needs: str = ""  # a module
-    long: bool = True  # whether it reads prompts of more than _SHORT tokens
+    longest: int = _LONG  # of the prompts that it reads: those of minutes are for few
 
     @property
     def ours(self) -> bool:
@@ -65,14 +65,16 @@ CONTESTANTS = (
     Contestant("edge-qkv, ONNX Runtime, int8 cache", "ours", "onnx", "int4", "int8"),
     Contestant("edge-qkv, ExecuTorch", "ours", "executorch", "8da4w", needs="executorch"),
     *(
-        Contestant(
-            f"{name}{mode}", f"llama.cpp{mode}", "gguf", "q4_0", variant=variant, needs="llama_cpp", long=not variant
+        Contestant(f"{name}{mode}", f"llama.cpp{mode}", "gguf", "q4_0", "fp16", variant, "llama_cpp", longest)
+        for name, variant, longest in (
+            ("llama.cpp", "", _LONG),
+            ("llama.cpp, GQA-4", "GQA-4", _SHORT),
+            ("llama.cpp, multi-head", "QKV", _SHORT),
         )
-        for name, variant in (("llama.cpp", ""), ("llama.cpp, GQA-4", "GQA-4"), ("llama.cpp, multi-head", "QKV"))
         for mode in ("", NO_FLASH)
     ),
-    Contestant("ONNX Runtime, GroupQueryAttention", "GroupQueryAttention", "onnx", "int4"),
-    Contestant("ONNX Runtime, our function", "function", "onnx", "int4", long=False),
+    Contestant("ONNX Runtime, GroupQueryAttention", "GroupQueryAttention", "onnx", "int4", longest=4096),
+    Contestant("ONNX Runtime, our function", "function", "onnx", "int4", longest=_SHORT),
 )
 
 NOTES = f"""\
@@ -227,7 +229,7 @@ def _package(
     package = random_package(name, config, directory, contestant.target, contestant.weights, contestant.cache)
     # llama.cpp takes a cache of noise as a copy, made from another: three of it are there at a time.
     a_token, available = package.cache_bytes_per_token * 3, (machine.available_memory() or 1 << 40) // 2
-    lengths = [n for n in lengths if contestant.long or n <= _SHORT]
+    lengths = [n for n in lengths if n <= contestant.longest]
     one = Taking(contestant, package, *([n for n in ns if n * a_token <= available] for ns in (depths, lengths)))
     for what, asked, held in (("depth", depths, one.depths), ("prompt", lengths, one.lengths)):
         if missing := sorted({*asked} - {*held}):
