@@ -54,10 +54,6 @@ class Contestant:
     needs: str = ""  # a module
     longest: int = _LONG  # of the prompts that it reads: those of minutes are for few
 
-    @property
-    def ours(self) -> bool:
-        return self.kind == "ours"
-
 
 # The first is the measure of all others.
 CONTESTANTS = (
