@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 EXECUTORCH ?= executorch==1.5.1 torchao==0.18.0
 # Built from its sources, and not for `make test`: it takes many minutes.
 LLAMA ?= llama-cpp-python==0.3.36
+# Processes that run the tests, each on a core and in up to 3 GB of memory.
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find runtime -name '*.cpp' -o -name '*.h' -o -name '*.cmake' -o -name '*.txt' 2>/dev/null)
@@ -21,8 +23,9 @@ bench: $(VENV)/installed
 	$(BIN)/edge-qkv export edge_qkv/bundled --output build/bench/shakespeare
 	$(BIN)/edge-qkv bench build/bench/shakespeare --output build/bench
 
+# A file's tests run in one process, in their order: they share what they made.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # GGUF packages in llama.cpp itself.
 test-llama: $(VENV)/llama
