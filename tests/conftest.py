@@ -216,5 +216,8 @@ def tests() -> Path:
 
 @pytest.fixture(scope="session")
 def sanitized_tests() -> Path:
-    """The same programs under AddressSanitizer and UBSan."""
-    return build("sanitized-tests", "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DEDGE_QKV_SANITIZE=ON")
+    """The same programs under AddressSanitizer and UBSan. All but the kernel, which has a level of its own, compiles in
+    half the time with -O1."""
+    options = "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1 -DNDEBUG"
+    programs = "attack_program", "attention_test", "core_test"
+    return build("sanitized-tests", *options, "-DEDGE_QKV_SANITIZE=ON", targets=programs)
