@@ -108,7 +108,8 @@ def packed(package, tmp_path_factory):
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("context", [1024, 8192, CONTEXT])
+# Contexts between are of the bundled model, in test_memory.py and test_limits.py.
+@pytest.mark.parametrize("context", [1024, CONTEXT])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_the_plan_is_what_is_measured(package, packed, context, is_packed):
     found = measure(package, context, packed if is_packed else None)
@@ -118,9 +119,8 @@ def test_the_plan_is_what_is_measured(package, packed, context, is_packed):
         assert found["anonymous"] < 150e6
 
 
-@pytest.mark.parametrize("context", [8192, CONTEXT])
-def test_it_runs_in_a_hard_limit_equal_to_its_budget(package, context, capsys):
-    done, what = run_in_budget(package, context)
+def test_it_runs_in_a_hard_limit_equal_to_its_budget(package, capsys):
+    done, what = run_in_budget(package, CONTEXT)
     assert done.returncode == 0, f"{done.returncode} {done.stderr}"
     with capsys.disabled():
         print(f"\n1.2B Q-MQA int4: {what}: finished")
