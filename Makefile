@@ -10,6 +10,8 @@ LLAMA ?= llama-cpp-python==0.3.36
 LLAMA_FLAGS ?= $(shell grep -qs '^flags' /proc/cpuinfo && ! grep -qs amx_int8 /proc/cpuinfo && echo -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 PEERS ?= 1.2B/Q-MQA
 THREADS ?= 1 $(shell nproc 2>/dev/null || echo 2)
+# Processes that run the tests, each on a core and in up to 3 GB of memory.
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find runtime -name '*.cpp' -o -name '*.h' -o -name '*.cmake' -o -name '*.txt' 2>/dev/null)
@@ -28,8 +30,9 @@ bench: $(VENV)/llama
 	$(BIN)/edge-qkv bench attention --threads $(THREADS) --output build/bench/attention
 	$(BIN)/edge-qkv bench peers $(PEERS) --output build/bench/peers
 
+# A file's tests run in one process, in their order: they share what they made.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # On emulated 64-bit ARM processors. What it cannot download or install is skipped; EDGE_QKV_ARM64=required forbids that.
 test-arm64: $(VENV)/installed

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from edge_qkv import _native
 from edge_qkv.config import ModelConfig
@@ -29,6 +33,20 @@ TINY = ModelConfig(
     norm="rmsnorm",
     positions="rotary-conjugate",
 )
+
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # of `pytest -n`, one of several
+# Minutes each. One that came last would leave the other workers idle.
+LONGEST = ("test_published_size.py", "test_every_variant.py", "test_coreml.py")
+
+
+def pytest_configure() -> None:
+    """A worker has a core: PyTorch is imported later, and in processes of the worker, and takes one thread then."""
+    if IS_WORKER:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def write_checkpoint(folder: Path, config: ModelConfig, tokenizer=None, seed: int = 0) -> Path:
@@ -70,6 +88,23 @@ def needs(target: str) -> None:
             pytest.skip("edge-qkv was built without ExecuTorch")
 
 
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """made_once(name, export) -> the package that export(path) writes at that name: once, for all workers of a run."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if IS_WORKER else base) / "made-once"
+
+    def make(name: str, export: Callable[[Path], object]) -> Path:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            if not path.exists():  # whole, as exporters move it there
+                export(path)
+        return path
+
+    return make
+
+
 @pytest.fixture(scope="session", params=NATIVE)
 def target(request) -> str:
     """Each target that the native library runs, and with it each engine of it."""
@@ -104,28 +139,30 @@ def tiny_checkpoint(tmp_path_factory, bytes_tokenizer) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_package(tmp_path_factory, tiny_checkpoint) -> Path:
+def tiny_package(made_once, tiny_checkpoint) -> Path:
     """The tiny model as an ONNX package with fp32 weights and cache."""
     from edge_qkv.export import TARGETS
 
-    output = tmp_path_factory.mktemp("package") / "tiny"
-    TARGETS["onnx"](str(tiny_checkpoint), output, weights="fp32", cache="fp32")
-    return output
+    def export(output: Path) -> None:
+        TARGETS["onnx"](str(tiny_checkpoint), output, weights="fp32", cache="fp32")
+
+    return made_once("package/tiny", export)
 
 
 @pytest.fixture(scope="session")
-def tiny_program(tmp_path_factory, tiny_checkpoint) -> Path:
+def tiny_program(made_once, tiny_checkpoint) -> Path:
     """The tiny model as an ExecuTorch package with fp32 weights and an fp16 cache."""
     from edge_qkv.export import TARGETS
 
+    def export(output: Path) -> None:
+        TARGETS["executorch"](str(tiny_checkpoint), output, weights="fp32", cache="fp16", parity=False)
+
     needs("executorch")
-    output = tmp_path_factory.mktemp("program") / "tiny"
-    TARGETS["executorch"](str(tiny_checkpoint), output, weights="fp32", cache="fp16", parity=False)
-    return output
+    return made_once("program/tiny", export)
 
 
 @pytest.fixture(scope="session")
-def random_package(tmp_path_factory):
+def random_package(tmp_path_factory, made_once):
     """random_package(target, config, cache, seed, chunk, **options) -> (the eager decoder, its package with fp32
     weights), each made once. chunk: the most tokens of a call, where the file fixes that."""
     from edge_qkv.checkpoints import read_checkpoint
@@ -136,18 +173,15 @@ def random_package(tmp_path_factory):
         path = write_checkpoint(tmp_path_factory.mktemp("random") / "checkpoint", config, seed=seed)
         return path, read_checkpoint(str(path)).load()
 
-    @functools.cache
-    def export(target: str, config: ModelConfig, cache: str, seed: int, options: frozenset):
-        needs(target)
-        path, decoder = checkpoint(config, seed)
-        output = tmp_path_factory.mktemp("random") / target
-        TARGETS[target](str(path), output, cache=cache, parity=False, **{"weights": "fp32"} | dict(options))
-        return decoder, output
-
     def make(target: str, config: ModelConfig = TINY, cache: str = "fp32", seed: int = 0, chunk: int = 16, **options):
+        needs(target)
+        options = {"weights": "fp32", "cache": cache} | options
         if STORAGE[target].prefill_chunk:
             options["prefill_chunk"] = chunk
-        return export(target, config, cache, seed, frozenset(options.items()))
+        path, decoder = checkpoint(config, seed)
+        key = hashlib.sha256(repr((config, seed, sorted(options.items()))).encode()).hexdigest()[:16]
+        export = functools.partial(TARGETS[target], str(path), parity=False, **options)
+        return decoder, made_once(f"random-{key}/{target}", export)
 
     return make
 
@@ -160,17 +194,18 @@ def bundled_checkpoint() -> Path:
 
 
 @pytest.fixture(scope="session")
-def bundled_package(tmp_path_factory, bundled_checkpoint):
+def bundled_package(made_once, bundled_checkpoint):
     """bundled_package(weights, target) -> (package, manifest) of the bundled model, each exported once."""
     from edge_qkv.export import TARGETS
+    from edge_qkv.package import Package
 
-    @functools.cache
-    def export(weights: str, target: str) -> tuple[Path, dict]:
+    def package(weights: str, target: str = "onnx") -> tuple[Path, dict]:
         needs(target)
-        output = tmp_path_factory.mktemp("bundled") / weights
-        return output, TARGETS[target](str(bundled_checkpoint), output, weights=weights)
+        export = functools.partial(TARGETS[target], str(bundled_checkpoint), weights=weights)
+        path = made_once(f"bundled-{target}/{weights}", export)
+        return path, Package.open(path, verify=False).manifest
 
-    return lambda weights, target="onnx": export(weights, target)
+    return package
 
 
 @pytest.fixture(scope="session")
@@ -181,5 +216,8 @@ def tests() -> Path:
 
 @pytest.fixture(scope="session")
 def sanitized_tests() -> Path:
-    """The same programs under AddressSanitizer and UBSan."""
-    return build("sanitized-tests", "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DEDGE_QKV_SANITIZE=ON")
+    """The same programs under AddressSanitizer and UBSan. All but the kernel, which has a level of its own, compiles in
+    half the time with -O1."""
+    options = "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1 -DNDEBUG"
+    programs = "attack_program", "attention_test", "core_test"
+    return build("sanitized-tests", *options, "-DEDGE_QKV_SANITIZE=ON", targets=programs)

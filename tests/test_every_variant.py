@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,16 +24,17 @@ from samples import QUERY_MODES_2510, VARIANTS_2606, write_2510, write_2606
 
 CAPACITY, CHUNK = 40, 16
 
+# Each writes a checkpoint: FILES[name](path, layers=2).
 FILES: dict[str, Callable] = {
-    **{f"2606 {v}": lambda path, v=v: write_2606(path, v, positions=CAPACITY) for v in VARIANTS_2606},
-    "2606 Q-MQA, biases, untied": lambda path: write_2606(path, "Q-MQA", positions=CAPACITY, bias=True, tied=False),
-    **{f"2510 {m}": lambda path, m=m: write_2510(path, m, positions=CAPACITY, bias=True) for m in QUERY_MODES_2510},
-    "2510 identity, head_size 62": lambda path: write_2510(
-        path, "identity", positions=CAPACITY, heads=12, head_size=62, layers=1
+    **{f"2606 {v}": partial(write_2606, variant=v, positions=CAPACITY) for v in VARIANTS_2606},
+    "2606 Q-MQA, biases, untied": partial(write_2606, variant="Q-MQA", positions=CAPACITY, bias=True, tied=False),
+    **{f"2510 {m}": partial(write_2510, query_mode=m, positions=CAPACITY, bias=True) for m in QUERY_MODES_2510},
+    "2510 identity, head_size 62": partial(
+        write_2510, query_mode="identity", positions=CAPACITY, heads=12, head_size=62
     ),
 }
-# Our own format, for what the published files do not have: the config's fields, the cache, and the options of the
-# export that override the config.
+# Our own format, with one layer, for what the published files do not have: the config's fields, the cache, and the
+# options of the export that override the config.
 OURS = {
     f"{positions} {sharing} x{kv_heads}, {name}": (dict(positions=positions, sharing=sharing, kv_heads=kv_heads), *how)
     for positions in POSITIONS
@@ -48,8 +50,8 @@ OURS = {
 }
 
 
-# Lowering to ExecuTorch takes seconds a layer: of ours, those that differ in what the program holds, with one layer;
-# int8 caches and windows are more of the operator's arguments, whatever the positions.
+# Lowering to ExecuTorch takes seconds a layer: all with one, two are in test_engines.py. Of ours, those that differ in
+# what the program holds; int8 caches and windows are more of the operator's arguments, whatever the positions.
 LOWERED = [
     *FILES,
     *(name for name in OURS if name.endswith("fp32")),
@@ -70,14 +72,14 @@ class Variant:
         return output
 
 
-def _made(name: str, folder: Path, **changes) -> Variant:
+def _made(name: str, folder: Path, layers: int) -> Variant:
     source = folder / "checkpoint"
     if name in FILES:
         cache, window = "fp32", {}
-        FILES[name](source)
+        FILES[name](source, layers=layers)
     else:
         fields, cache, window = OURS[name]
-        write_checkpoint(source, replace(TINY, max_positions=CAPACITY, **fields, **changes))
+        write_checkpoint(source, replace(TINY, max_positions=CAPACITY, layers=layers, **fields))
     checkpoint = read_checkpoint(str(source))
     decoder = replace(checkpoint, config=replace(checkpoint.config, **window)).load()
     return Variant(source, cache, window, expect(decoder, CAPACITY, cache))
@@ -86,7 +88,7 @@ def _made(name: str, folder: Path, **changes) -> Variant:
 @pytest.fixture(scope="module", params=[*FILES, *OURS])
 def exported(request, tmp_path_factory) -> tuple[Path, Expected]:
     """An ONNX package, and what it must compute."""
-    variant = _made(request.param, tmp_path_factory.mktemp("variant"))
+    variant = _made(request.param, tmp_path_factory.mktemp("variant"), layers=2 if request.param in FILES else 1)
     return variant.export("onnx"), variant.expected
 
 

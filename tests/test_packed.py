@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import signal
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 
 from edge_qkv import InputError, Model, Session, pack
-from edge_qkv.export import TARGETS
 
 TOKENS = [5, 900, 17, 256, 3, 77, 1024, 4000]
 
@@ -28,21 +26,8 @@ def logits(package: Path, folder: Path | None) -> tuple[bool, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def exported(bundled_checkpoint, tmp_path_factory):
-    """exported(weights) -> the package of the bundled model, made once."""
-
-    @functools.cache
-    def package(weights: str) -> Path:
-        output = tmp_path_factory.mktemp("exported") / weights
-        TARGETS["onnx"](str(bundled_checkpoint), output, weights=weights, parity=False)
-        return output
-
-    return package
-
-
-@pytest.fixture(scope="module")
-def package(exported) -> Path:
-    return exported("int4")
+def package(bundled_package) -> Path:
+    return bundled_package("int4")[0]
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +61,8 @@ def test_packed_weights_give_the_same_logits_bit_for_bit(package, plain, packed)
 
 
 @pytest.mark.parametrize("weights", ["int8", "fp32"])
-def test_every_weight_type_packs(exported, tmp_path, weights):
-    package = exported(weights)
+def test_every_weight_type_packs(bundled_package, tmp_path, weights):
+    package, _ = bundled_package(weights)
     pack(package, tmp_path)
     is_packed, values = logits(package, tmp_path)
     assert is_packed
@@ -125,8 +110,8 @@ def test_another_processor_or_runtime_does_not_take_them(package, plain, packed)
     assert not logits(package, packed)[0]
 
 
-def test_another_model_packs_beside(package, exported, packed):
-    other = exported("int8")
+def test_another_model_packs_beside(package, bundled_package, packed):
+    other, _ = bundled_package("int8")
     assert not logits(other, packed)[0]
     pack(other, packed)
     assert len(list(packed.glob("packed-*"))) == 2

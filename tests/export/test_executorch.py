@@ -127,8 +127,16 @@ def test_a_program_that_copies_a_cache_is_noticed(kind):
 
 
 @pytest.mark.parametrize("weights", ["8da4w", "8da8w"])
-def test_the_plan_knows_the_sizes_before_the_export(bundled_package, weights):
-    package, manifest = bundled_package(weights, "executorch")
+def test_the_plan_knows_the_sizes_before_the_export(bundled_package, bundled_checkpoint, tmp_path, weights):
+    """Of the bundled model; with 8 bits, of its first layer, which takes a ninth of the time to lower."""
+    if weights == "8da4w":
+        package, manifest = bundled_package(weights, "executorch")
+    else:
+        from edge_qkv.export.executorch import export_executorch
+
+        whole, package = read_checkpoint(str(bundled_checkpoint)), tmp_path / "package"
+        first = replace(whole, config=replace(whole.config, layers=1))
+        manifest = export_executorch(first, package, weights=weights, run_parity=False)
     config = Package.open(package, verify=False).config
     planned, found = plan_model(config, weights, target="executorch"), _native.PlanModel()
     outs = ctypes.byref(_native.PlanInfo()), ctypes.byref(found)
