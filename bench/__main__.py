@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 
 # Name of a benchmark -> its module. Any other first word is the package that `measure` takes.
-COMMANDS = {name: f"edge_qkv.bench.{name}" for name in ("attention", "compare", "engines", "restore", "variants")}
+COMMANDS = {
+    name: f"edge_qkv.bench.{name}" for name in ("attention", "compare", "engines", "quality", "restore", "variants")
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

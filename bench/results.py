@@ -17,7 +17,8 @@ from edge_qkv.errors import InputError
 SCHEMA = 1
 FILE = "bench.json"
 
-_NUMBER, _COUNT, _MAYBE_COUNT, _TEXT, _MAYBE_TEXT = (int, float), int, (int, type(None)), str, (str, type(None))
+_NUMBER, _COUNT, _TEXT = (int, float), int, str
+_MAYBE_COUNT, _MAYBE_NUMBER, _MAYBE_TEXT = (int, type(None)), (int, float, type(None)), (str, type(None))
 _FIGURE = {"median": _NUMBER, "least": _NUMBER, "most": _NUMBER, "repeats": _COUNT}
 _MEMORY = {"resident": _COUNT, "anonymous": _COUNT, "peak": _COUNT}
 _CACHE = {"cache_used": _COUNT, "cache_committed": _COUNT, "cache_reserved": _COUNT}
@@ -107,8 +108,32 @@ _SHAPES: dict[str, Any] = {
             }
         ],
     },
+    "quality": {
+        "machine": _MACHINE,
+        "options": {"threads": _COUNT},
+        "command": _TEXT,
+        "data": {"name": _TEXT, "sha256": _TEXT, "train_bytes": _COUNT, "held_out_bytes": _COUNT},
+        "recipe": {"steps": _COUNT, "batch": _COUNT, "context": _COUNT, "learning_rate": _NUMBER},
+        "seeds": [_COUNT],
+        "model": {"vocab_size": _COUNT, "positions": _TEXT, "layers": _COUNT, "width": _COUNT, "heads": _COUNT},
+        "variants": [
+            {
+                "variant": _TEXT,
+                "parameters": _COUNT,
+                "cache_bytes_per_token": _COUNT,
+                "mlp_width": _COUNT,
+                "attention_scale": _NUMBER,
+                "weight_decay": _NUMBER,
+                "perplexity": _NUMBER,
+                "paper": _MAYBE_NUMBER,
+                "paper_says": _MAYBE_TEXT,
+                "runs": [{"seed": _COUNT, "perplexity": _NUMBER, "bits_per_byte": _NUMBER, "minutes": _NUMBER}],
+            }
+        ],
+    },
 }
 _ALWAYS = {"machine", "options", "package", "model", "layers", "target", "weights", "cache", "context", "variants"}
+_ALWAYS |= {"command", "data", "recipe", "seeds"}
 
 
 class Result:
