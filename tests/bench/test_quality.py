@@ -93,11 +93,7 @@ def test_other_settings_are_refused_before_anything_is_trained(trained, text, tm
     other = tmp_path / "other.txt"
     other.write_text(text.read_text() + "One line more.\n")
     before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
-    for changed in (
-        command(text, trained, "--steps", 5),
-        command(other, trained),
-        command(text, trained, "--layers", 2),
-    ):
+    for data, *changed in ((text, "--steps", 5), (text, "--layers", 2), (other,)):
         capsys.readouterr()
         assert main(command(data, trained, *changed)) == 2
         captured = capsys.readouterr()
