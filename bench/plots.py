@@ -174,7 +174,7 @@ def _scatter(axes: Any, points: Sequence[tuple[str, float, float]], across: str,
     axes.set_xscale("log", base=2)
     bytes_ = sorted({x for _, x, _ in points})
     axes.set_xticks(bytes_, [f"{x:,}" for x in bytes_], minor=False)
-    axes.set_xlim(bytes_[0] / 1.3, bytes_[-1] * 1.6)
+    axes.set_xlim(bytes_[0] / 1.3, bytes_[-1] * 1.8)
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     axes.grid(axis="y", color=_FAINT, linewidth=0.8)

@@ -322,9 +322,10 @@ def _table(rows: list[dict[str, Any]]) -> report.Part:
         "rank",
     )
     seeds = sorted({len(row["runs"]) for row in rows})
+    counted = "one seed" if seeds == [1] else f"{'..'.join(map(str, seeds))} seeds (lowest..highest)"
     notes = [
-        f"perplexity: over {'..'.join(map(str, seeds))} {'seed' if seeds == [1] else 'seeds'} (lowest..highest), of "
-        "held-out text; the papers' are of other text and tokens, only orders and differences can be compared",
+        f"perplexity: {counted}, of held-out text; the papers' are of other text and tokens, only orders and "
+        "differences can be compared",
         "identity models are of arXiv 2510.23912, the others of arXiv 2606.04032",
     ]
     return report.Part("Perplexity", header, cells, notes)
