@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 # Name of a benchmark -> its module. Any other first word is the package that `measure` takes.
 COMMANDS = {
-    name: f"edge_qkv.bench.{name}" for name in ("attention", "compare", "engines", "peers", "restore", "variants")
+    name: f"edge_qkv.bench.{name}"
+    for name in ("attention", "compare", "engines", "peers", "quality", "restore", "variants")
 }
 
 

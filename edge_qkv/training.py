@@ -6,6 +6,7 @@ has it. A run stopped by Ctrl-C goes on from its last step, one that was killed 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -43,6 +44,7 @@ def split_held_out(text: str, fraction: float) -> tuple[str, str]:
     return text[:boundary], text[boundary:].removeprefix(END_OF_TEXT).lstrip("\n")
 
 
+@functools.lru_cache(maxsize=1)  # a benchmark trains many models on one text
 def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
     """Byte-level BPE: every string has an encoding, and it decodes to itself."""
     tokenizer = Tokenizer(models.BPE())
@@ -56,6 +58,12 @@ def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
     return tokenizer
+
+
+@functools.lru_cache(maxsize=2)  # what is trained on, and what is held out
+def _encoded(text: str, tokenizer: str) -> Tensor:
+    """Ids [n] of a text; tokenizer: as JSON."""
+    return torch.tensor(Tokenizer.from_str(tokenizer).encode(text).ids)
 
 
 @torch.no_grad()
@@ -76,24 +84,17 @@ def held_out_loss(model: Decoder, tokens: Tensor, context: int) -> float:
 def train(data: Path, output: Path, recipe: Recipe, model_options: dict, vocab_size: int, weights: str) -> dict:
     """Trains and writes `output`; returns the report that is also written to `training.json`.
 
-    model_options: variant, query, positions and sizes for `small_config`; weights: 'fp16' or 'fp32'.
+    model_options: variant, query, positions and what else `small_config` takes; weights: 'fp16' or 'fp32'.
     A directory that holds the state of an interrupted run with the same options is continued.
     """
-    if not 257 <= vocab_size <= 1 << 20:
-        raise InputError(f"--vocab-size {vocab_size}: must be from 257 (the bytes and an end of text) to {1 << 20}")
-    planned = small_config(vocab_size, recipe.context, **model_options)  # refused before anything is read
-    if planned.parameters() > _MOST_PARAMETERS:
-        raise InputError(
-            f"these sizes make {planned.parameters():,} parameters; this recipe is for at most {_MOST_PARAMETERS:,}: "
-            "lower --width, --layers, --mlp-width or --vocab-size"
-        )
+    check_sizes(recipe, model_options, vocab_size)  # before anything is read
     text = files.read_text(data, "--data")
     train_text, held_text = split_held_out(text, recipe.held_out)
-    identity = json.dumps([asdict(recipe), model_options, vocab_size, weights, _digest(text)], sort_keys=True)
+    identity = _identity(text, recipe, model_options, vocab_size, weights)
     saved = _saved_state(output, identity)
     tokenizer = Tokenizer.from_str(saved["tokenizer"]) if saved else train_tokenizer(train_text, vocab_size)
     config = small_config(tokenizer.get_vocab_size(), recipe.context, **model_options)
-    tokens, held = (torch.tensor(tokenizer.encode(part).ids) for part in (train_text, held_text))
+    tokens, held = (_encoded(part, tokenizer.to_str()) for part in (train_text, held_text))
     if len(tokens) <= recipe.context + 1 or len(held) < 2:
         raise InputError(
             f"--data {data}: too short: {len(tokens)} tokens to train on (--context is {recipe.context}), "
@@ -124,7 +125,46 @@ def train(data: Path, output: Path, recipe: Recipe, model_options: dict, vocab_s
         files.write_atomically(output / _STATE, buffer.getbuffer())
 
     _run_steps(model, optimizer, tokens, held, recipe, state, save_state)
-    return _write_checkpoint(model, output, recipe, state, tokenizer, held, held_text, weights)
+    return _write_checkpoint(model, output, recipe, state, tokenizer, held, held_text, weights, identity)
+
+
+def check_sizes(recipe: Recipe, model_options: dict, vocab_size: int) -> None:
+    """Raises `InputError` for a model that `train` would not begin."""
+    if not 257 <= vocab_size <= 1 << 20:
+        raise InputError(f"--vocab-size {vocab_size}: must be from 257 (the bytes and an end of text) to {1 << 20}")
+    planned = small_config(vocab_size, recipe.context, **model_options)
+    if planned.parameters() > _MOST_PARAMETERS:
+        raise InputError(
+            f"these sizes make {planned.parameters():,} parameters; this recipe is for at most {_MOST_PARAMETERS:,}: "
+            "lower --width, --layers, --mlp-width or --vocab-size"
+        )
+
+
+def trained(
+    data: Path, output: Path, recipe: Recipe, model_options: dict, vocab_size: int, weights: str
+) -> dict | None:
+    """The report of the checkpoint that `train` has written to `output` with these arguments; None: not yet.
+
+    Raises `InputError` where `output` holds a run of other ones.
+    """
+    check_sizes(recipe, model_options, vocab_size)
+    identity = _identity(files.read_text(data, "--data"), recipe, model_options, vocab_size, weights)
+    if (output / _STATE).exists() or not (output / "model.safetensors").exists():
+        _saved_state(output, identity)
+        return None
+    try:
+        report = json.loads(files.read_text(output / "training.json", "report"))
+        same = report["identity"] == _digest(identity)
+    except (ValueError, KeyError, TypeError):
+        same = False
+    if not same:
+        raise InputError(f"--output {output}: holds a checkpoint of other options or data; choose another place")
+    return report
+
+
+def _identity(text: str, recipe: Recipe, model_options: dict, vocab_size: int, weights: str) -> str:
+    """What a run is told from others by."""
+    return json.dumps([asdict(recipe), model_options, vocab_size, weights, _digest(text)], sort_keys=True)
 
 
 def _saved_state(output: Path, identity: str) -> dict | None:
@@ -228,7 +268,15 @@ def _perplexity(loss: float) -> float:
 
 
 def _write_checkpoint(
-    model, output: Path, recipe: Recipe, state: dict, tokenizer: Tokenizer, held, held_text: str, weights: str
+    model,
+    output: Path,
+    recipe: Recipe,
+    state: dict,
+    tokenizer: Tokenizer,
+    held,
+    held_text: str,
+    weights: str,
+    identity: str,
 ) -> dict:
     dtype = {"fp16": torch.float16, "fp32": torch.float32}[weights]
     tensors = {name: model.state_dict()[name].to(dtype).contiguous() for name in model.weight_names()}
@@ -246,6 +294,7 @@ def _write_checkpoint(
         "minutes": state["seconds"] / 60,
         "recipe": asdict(recipe),
         "history": state["history"],
+        "identity": _digest(identity),  # tells a run of the same options and data
     }
     files.write_json(output / "config.json", model.config.to_dict())
     files.write_atomically(output / "tokenizer.json", tokenizer.to_str().encode())
