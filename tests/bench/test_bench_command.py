@@ -16,7 +16,7 @@ import pytest
 
 from conftest import TINY, hears_ctrl_c, write_checkpoint
 from edge_qkv import EdgeQKVError, Package, Session, plan
-from edge_qkv.bench import figures, machine, results, speed
+from edge_qkv.bench import figures, machine, results, shapes, speed
 from edge_qkv.bench.__main__ import main
 from edge_qkv.bench.measure import reachable
 from edge_qkv.export import TARGETS
@@ -164,8 +164,8 @@ def test_every_field_is_described():
         own = set(shape) if isinstance(shape, dict) else set()
         return own.union(*(names(part) for part in parts if isinstance(part, (dict, list))))
 
-    described = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"`([^`]+)`", text))))
-    assert names(results._SHAPES) - {"package", "variants"} <= described
+    described = set(re.findall(r"[a-z_0-9]+", " ".join(re.findall(r"`([^`]+)`", text))))
+    assert names(shapes.SHAPES) - {"package", "variants"} <= described
 
 
 # ---- compare ----
