@@ -145,9 +145,8 @@ def test_executorch_beside_onnxruntime(package, packed, tmp_path, capsys, layers
     config, lean = replace(preset(MODEL), layers=layers), tmp_path / "executorch"
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     peak = _json("-c", EXPORT, lean, "executorch", tmp_path / "config.json")["peak"]
-    assert (
-        peak < 2e9 + 4 * config.parameters()
-    )  # what the libraries make of weights of a byte each, 1.2 GB of 22 layers
+    # Weights as a byte each and what the libraries make of them, of 22 layers 5.9 GB; measured of 4: 2.4 of 2.8.
+    assert peak < 1.5e9 + 4 * config.parameters()
     packages = [package, lean] if layers == 22 else [lean]
     figures = _json("-m", "edge_qkv.bench.engines", *packages, "--packed", packed, "--repeats", 1, "--json")
     with capsys.disabled():

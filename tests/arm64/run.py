@@ -1,7 +1,7 @@
 """`make test-arm64`: the library on emulated 64-bit ARM processors, built by a cross compiler and run by qemu.
 
-1. Each object of the kernel has the instructions of its set, and none of a later one.
-2. The native tests (`ctest`) on each processor, which takes the instruction set it should.
+1. Each object of the kernel has the instructions of its set, and none of a later one; each processor takes its set.
+2. The native tests (`ctest`) on each processor.
 3. The bundled model in an arm64 Python, with the onnxruntime wheel for aarch64: the host's tokens, all of them.
 4. Instructions a token: time under emulation says nothing.
 
@@ -33,7 +33,9 @@ BUILD = ROOT / "build" / "arm64"
 NATIVE = BUILD / "native"
 
 SYSROOT = "/usr/aarch64-linux-gnu"
-TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user", "mmdebstrap": "mmdebstrap"}
+COMPILER, EMULATOR, BOOTSTRAP = "aarch64-linux-gnu-g++", "qemu-aarch64", "mmdebstrap"
+# Program -> the package of Debian and Ubuntu that has it.
+TOOLS = {COMPILER: "g++-aarch64-linux-gnu", EMULATOR: "qemu-user", BOOTSTRAP: "mmdebstrap"}
 
 # Instruction set -> the instructions of its own in the kernel's object, in the order of the sets.
 ISAS = {"armv8": None, "dotprod": "sdot", "i8mm": "smmla"}
@@ -86,19 +88,22 @@ def step(title: str):
 # ---- what is needed ----
 
 
-def have_tools() -> None:
+def need(*tools: str) -> None:
+    """Installs what is not there, where that is possible."""
+
     def missing() -> list[str]:
-        return [package for tool, package in TOOLS.items() if shutil.which(tool) is None]
+        return [TOOLS[name] for name in tools if shutil.which(name) is None]
 
     if not missing():
         return
     why = "only root can install them" if os.geteuid() != 0 else "there is no apt-get"
     if os.geteuid() == 0 and shutil.which("apt-get"):
+        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         for command in (("update",), ("install", "-y", "--no-install-recommends", *missing())):
-            done = subprocess.run(["apt-get", "-q", *command], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+            done = subprocess.run(["apt-get", "-q", *command], capture_output=True, text=True, env=environment)
         why = (done.stdout + done.stderr).strip()
     if missing():
-        raise Unavailable(f"{why}\n\ninstall them: apt-get install {' '.join(missing())}")
+        raise Unavailable(f"missing: {', '.join(missing())} ({why})\ninstall: apt-get install {' '.join(missing())}")
 
 
 def tool(name: str) -> str:
@@ -131,10 +136,18 @@ def objects_keep_to_their_instructions() -> None:
 
 
 def takes_its_instruction_set(processor: str) -> None:
-    bench = (tool("qemu-aarch64"), NATIVE / "attention_bench", "--depths", 0, "--tokens", 1, "--rounds", 1)
-    taken = run(*bench, **emulated(processor)).stdout.split(";")[0].removeprefix("instruction set: ")
-    if taken != PROCESSORS[processor]:
-        raise Failed(f"{processor}: the library takes {taken}, not {PROCESSORS[processor]}")
+    """By itself, and where EDGE_QKV_ISA asks for another: an earlier one is taken, a later one is not."""
+    bench = (EMULATOR, NATIVE / "attention_bench", "--depths", 0, "--tokens", 1, "--rounds", 1)
+    best, order = PROCESSORS[processor], list(ISAS)
+    for asked in ("", *ISAS):
+        expected = min(asked or best, best, key=order.index)
+        taken = run(*bench, **emulated(processor), EDGE_QKV_ISA=asked).stdout.split(";")[0]
+        if taken != f"instruction set: {expected}":
+            raise Failed(f"{processor}, EDGE_QKV_ISA={asked}: {taken}, expected {expected}")
+
+
+def each_processor_takes_its_instruction_set() -> None:
+    at_once(takes_its_instruction_set, PROCESSORS)
 
 
 def native_tests() -> None:
@@ -146,7 +159,7 @@ def native_tests() -> None:
     def work(job: tuple[dict, str]) -> str:
         test, processor = job
         start = time.monotonic()
-        done = run(tool("qemu-aarch64"), *test["command"], **emulated(processor))
+        done = run(EMULATOR, *test["command"], **emulated(processor))
         last = done.stdout.strip().split("\n")[-1]
         if not re.fullmatch(r"[1-9]\d* passed, 0 failed", last):
             raise Failed(f"{processor}: {test['name']}: {done.stdout}")
@@ -170,9 +183,10 @@ def once(folder: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def debian(folder: Path) -> None:
+    need(BOOTSTRAP)
     packages = "--include=python3,libstdc++6,libgomp1"
     options = ("--quiet", "--architectures=arm64", "--variant=extract", packages)
-    run("mmdebstrap", *options, DEBIAN, folder, failure=Unavailable)
+    run(BOOTSTRAP, *options, DEBIAN, folder, failure=Unavailable)
     (folder / "proc").mkdir(exist_ok=True)
     (folder / "proc/cpuinfo").write_text(CPUINFO)  # qemu shows the host's, which onnxruntime makes nothing of
 
@@ -200,7 +214,7 @@ def golden_texts() -> None:
     expected = texts(sys.executable)
 
     def work(processor: str) -> None:
-        python = (tool("qemu-aarch64"), root / f"usr/bin/python{PYTHON}")
+        python = (EMULATOR, root / f"usr/bin/python{PYTHON}")
         paths = {"PYTHONPATH": f"{ROOT}:{site}", "PYTHONPYCACHEPREFIX": str(BUILD / "pycache")}
         library = {"EDGE_QKV_LIBRARY": str(NATIVE / "libedge_qkv.so")}
         written = texts(*python, **emulated(processor, root), **paths, **library)
@@ -235,7 +249,7 @@ def counted(processor: str, plugin: Path, cache: str, depth: int, rounds: int, i
     """Instructions of the whole program, and the checksum of what it computes."""
     bench = (NATIVE / "attention_bench", "--heads", HEADS, "--dim", 64, "--layers", 1, "--threads", 1, "--tokens", 1)
     what = ("--types", cache, "--depths", depth, "--rounds", rounds)
-    command = (tool("qemu-aarch64"), "-plugin", plugin, *bench, *what)
+    command = (EMULATOR, "-plugin", plugin, *bench, *what)
     done = run(*command, **emulated(processor), EDGE_QKV_ISA=isa)
     return int(re.search(r"instructions: (\d+)", done.stderr)[1]), done.stdout.split()[-1]
 
@@ -269,29 +283,30 @@ def main() -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     skipped = []
 
-    def part(title: str, *work: Callable[[], None]) -> bool:
+    def part(title: str, *work: Callable[[], None]) -> None:
         try:
             with step(title):
                 for do in work:
                     do()
         except Unavailable as error:
-            skipped.append(f"{title}\n\n{error}")
-        return not skipped
+            skipped.append(f"{title}\n{error}")
 
     try:
-        if part("the cross compiler and qemu", have_tools):
-            part("building", build, objects_keep_to_their_instructions)
-            part("native tests", lambda: at_once(takes_its_instruction_set, PROCESSORS) and None, native_tests)
+        part("cross compiler and emulator, and all that needs them", lambda: need(COMPILER, EMULATOR))
+        if not skipped:
+            part("build", build)
+            part("instruction sets", objects_keep_to_their_instructions, each_processor_takes_its_instruction_set)
+            part("native tests", native_tests)
             part("the bundled model's text", golden_texts)
-            part("instructions", instruction_counts)
+            part("instructions a token", instruction_counts)
     except Failed as error:
         print(f"\ntest-arm64 FAILED\n{error}", file=sys.stderr)
         return 1
-    for what in skipped:
-        print(f"\n{'!' * 100}\n!!! test-arm64: SKIPPED from here on: {what}\n{'!' * 100}", file=sys.stderr)
     required = os.environ.get("EDGE_QKV_ARM64") == "required"
+    for what in skipped:
+        print(f"\n{'!' * 80}\ntest-arm64 SKIPPED: {what}\n{'!' * 80}", file=sys.stderr)
     if skipped and required:
-        print("EDGE_QKV_ARM64=required makes this an error", file=sys.stderr)
+        print("EDGE_QKV_ARM64=required makes that an error", file=sys.stderr)
     return 1 if skipped and required else 0
 
 
