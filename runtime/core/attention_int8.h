@@ -2,16 +2,17 @@
 // codes. Included by attention_kernel.cpp, once per instruction set that has such products.
 //
 // Queries and weights become integers of 16 bits, each with one scale a query row (weights: and tile),
-// and these two digits of 8 bits, so that one byte product serves for each digit. The row's own scale
-// meets the sum in the scores, and the weight before it is rounded in the values. What the rounding
-// costs, K being the integer's largest value (kMostQuery, kMostWeight), relative to exact arithmetic
-// over the same codes:
+// and these two digits of 8 bits, so that one byte product serves for each digit (int8_products.h has
+// the products). The row's own scale meets the sum in the scores, and the weight before it is rounded in
+// the values. What the rounding costs, K being the integer's largest value (kMostQuery, kMostWeight),
+// relative to exact arithmetic over the same codes:
 // - a score is off by up to max|q| / 2K * sum |k|: 1.5e-5 of max|q| sum |k|;
 // - an output is off by up to 1 / 2K of the tile's largest weight * scale for each row of the tile.
 // Sums are exact: modulo 2^32 on the way, within it at the end.
 #pragma once
 
 #include "attention_rows.h"
+#include "int8_products.h"
 
 namespace edge_qkv {
 namespace EDGE_QKV_ISA {
@@ -25,26 +26,11 @@ constexpr uint32_t kQueryOffset = kDigitsAreUnsigned ? 32768 : 0;
 constexpr float kMostWeight = kDigitsAreUnsigned ? 65500.0f : 32600.0f;
 constexpr uint32_t kHighRound = kDigitsAreUnsigned ? 0 : 128;
 
-// Rows of the score product and vectors of query rows that are held in registers; the same of values.
-constexpr int kCodeScoreRows = kLanes == 16 ? 8 : 4;
-constexpr int kCodeScoreVectors = kLanes == 4 ? 4 : 2;
-constexpr int kCodeValueRows = 4;
-constexpr int kCodeValueVectors = kWideFile ? 4 : 2;
-
-// A tile's rows are taken in groups of four, and so are the dimensions of a row.
-int fours(int count) { return (count + 3) / 4; }
-
-uint32_t four_bytes(const void* p) {
-  uint32_t four;
-  memcpy(&four, p, sizeof four);
-  return four;
-}
-
 // ---- queries ----
 
-// Query row m of the block, [dim_pad] in `row`, to its digits: [fours(D), 2, query_pad], a group of four
-// dimensions being the bytes of one integer; and to its scale.
-void query_to_digits(const float* row, int D, int dim_pad, int m, int query_pad, uint32_t* digits,
+// Query row m of the block, [dim_pad] in `row`, to its digits: [groups_of(D), 2, query_pad] groups of
+// dimensions; and to its scale.
+void query_to_digits(const float* row, int D, int dim_pad, int m, int query_pad, Group* digits,
                      float* scale) {
   Float<kLanes> largest = {}, poison = {};
   for (int d = 0; d < dim_pad; d += kLanes) {
@@ -71,19 +57,14 @@ void query_to_digits(const float* row, int D, int dim_pad, int m, int query_pad,
       int8_t bytes[kLanes];
       memcpy(bytes, &parts[digit], sizeof bytes);
       for (int i = 0; i < kLanes && d + i < D; i += 4) {
-        digits[((d + i) / 4 * 2 + digit) * (int64_t)query_pad + m] = four_bytes(bytes + i);
+        Group* group = digits + ((d + i) / kGroup * 2 + digit) * (int64_t)query_pad + m;
+        memcpy(group->bytes + (d + i) % kGroup, bytes + i, 4);
       }
     }
   }
 }
 
 // ---- tiles ----
-
-// Codes of a tile's keys: row n at data + n * stride, readable in groups of four.
-struct Codes {
-  const int8_t* data;
-  int64_t stride;
-};
 
 // What the products need beside the codes, each [tile_rows].
 struct TileScales {
@@ -96,19 +77,6 @@ struct TileScales {
 TileScales tile_scales(const TilePlan& plan, const Scratch& s) {
   float* all = s.tile_scales;
   return {all, all + plan.tile_rows, all + 2 * plan.tile_rows, (uint32_t*)(all + 3 * plan.tile_rows)};
-}
-
-// In place, or, where a row is no whole groups, copied with zeros behind it.
-Codes load_codes(const AttentionParams& p, Cache cache, int64_t first, int rows, int8_t* buffer) {
-  const int D = p.head_dim, width = 4 * fours(D);
-  const int8_t* codes = (const int8_t*)row_at(p, cache, first);
-  if (width == D) return {codes, D};
-  for (int n = 0; n < rows; ++n) {
-    int8_t* row = buffer + (int64_t)n * width;
-    memset(row + width - 4, 0, 4);
-    memcpy(row, codes + (int64_t)n * D, (size_t)D);
-  }
-  return {buffer, width};
 }
 
 // offset[n] = kQueryOffset times the sum of the codes of row n.
@@ -138,43 +106,12 @@ void offset_rows(Codes keys, int rows, int groups, uint32_t* offset) {
   }
 }
 
-typedef int8_t Bytes __attribute__((vector_size(16)));
-
-Bytes load_bytes(const int8_t* p) {
-  Bytes v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-
-// Four rows, 16 dimensions from `d` on: out[d] gets the codes of rows 0, 2, 1 and 3 side by side, which
-// is the order in which weights_to_digits leaves theirs.
-EDGE_QKV_INLINE void interleave(const int8_t* const (&row)[4], int d, uint32_t* out) {
-  const Bytes a = load_bytes(row[0] + d), b = load_bytes(row[1] + d);
-  const Bytes c = load_bytes(row[2] + d), e = load_bytes(row[3] + d);
-#define EDGE_QKV_LOW(x, y) \
-  __builtin_shufflevector(x, y, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-#define EDGE_QKV_HIGH(x, y) \
-  __builtin_shufflevector(x, y, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
-  typedef int16_t Pairs __attribute__((vector_size(16)));
-  const Pairs ac[2] = {(Pairs)EDGE_QKV_LOW(a, c), (Pairs)EDGE_QKV_HIGH(a, c)};
-  const Pairs be[2] = {(Pairs)EDGE_QKV_LOW(b, e), (Pairs)EDGE_QKV_HIGH(b, e)};
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i) {
-    const Pairs low = __builtin_shufflevector(ac[i], be[i], 0, 8, 1, 9, 2, 10, 3, 11);
-    const Pairs high = __builtin_shufflevector(ac[i], be[i], 4, 12, 5, 13, 6, 14, 7, 15);
-    store<4>(out + d + 8 * i, (Bits<4>)low);
-    store<4>(out + d + 8 * i + 4, (Bits<4>)high);
-  }
-#undef EDGE_QKV_LOW
-#undef EDGE_QKV_HIGH
-}
-
-// The values of a tile as [fours(rows), dim_pad], each four rows' codes of one dimension. Behind the
-// last row comes that row again: its weights there are 0.
-void interleave_rows(const int8_t* codes, int rows, int D, int dim_pad, uint32_t* out) {
-  for (int n = 0; n < rows; n += 4, out += dim_pad) {
-    const int8_t* row[4];
-    for (int i = 0; i < 4; ++i) row[i] = codes + (int64_t)(n + i < rows ? n + i : rows - 1) * D;
+// The values of a tile as [groups_of(rows), dim_pad], each a group of rows' codes of one dimension.
+// Behind the last row comes that row again: its weights there are 0.
+void interleave_rows(const int8_t* codes, int rows, int D, int dim_pad, Group* out) {
+  for (int n = 0; n < rows; n += kGroup, out += dim_pad) {
+    const int8_t* row[kGroup];
+    for (int i = 0; i < kGroup; ++i) row[i] = codes + (int64_t)(n + i < rows ? n + i : rows - 1) * D;
     int d = 0;
     for (; d + 16 <= D; d += 16) interleave(row, d, out);
     if (d < D && D >= 16) {
@@ -182,10 +119,12 @@ void interleave_rows(const int8_t* codes, int rows, int D, int dim_pad, uint32_t
       d = D;
     }
     for (; d < D; ++d) {
-      const int8_t four[4] = {row[0][d], row[2][d], row[1][d], row[3][d]};
-      out[d] = four_bytes(four);
+      for (int i = 0; i < kGroup; i += 4) {
+        const int8_t four[4] = {row[i][d], row[i + 2][d], row[i + 1][d], row[i + 3][d]};
+        memcpy(out[d].bytes + i, four, sizeof four);
+      }
     }
-    for (; d < dim_pad; ++d) out[d] = 0;
+    for (; d < dim_pad; ++d) out[d] = {};
   }
 }
 
@@ -206,49 +145,10 @@ void load_scales(const uint16_t* scales, int rows, float* out, float* log) {
 
 // ---- scores ----
 
-// scores[n, m] of N rows and V vectors of query rows.
+// All rows of the tile, a multiple of kLeastScoreRows: as many blocks of N rows as fit, then of N/2 and
+// so on.
 template <int L, int V, int N>
-EDGE_QKV_INLINE void code_score_block(const int8_t* keys, int64_t stride, const uint32_t* query,
-                                      int groups, int query_pad, const uint32_t* offset,
-                                      const float* key_scale, const float* query_scale, float* scores) {
-  Bits<L> sum[N][V] = {};
-  for (int digit = 0; digit < 2; ++digit) {
-    for (int g = 0; g < groups; ++g) {
-      Bits<L> q[V];
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) q[v] = load<L>(query + (2 * g + digit) * (int64_t)query_pad + v * L);
-#pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) {
-        const Bits<L> k = splat<L>(four_bytes(keys + n * stride + 4 * g));
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) sum[n][v] = add_products(sum[n][v], q[v], k);
-      }
-    }
-    if (digit == 0) {
-#pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) {
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) {
-          sum[n][v] <<= 8;
-          if constexpr (kDigitsAreUnsigned) sum[n][v] -= offset[n];
-        }
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int v = 0; v < V; ++v) {
-    const Float<L> scale = load<L>(query_scale + v * L);
-#pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) {
-      const Float<L> exact = __builtin_convertvector((Int<L>)sum[n][v], Float<L>);
-      store<L>(scores + n * query_pad + v * L, exact * (scale * key_scale[n]));
-    }
-  }
-}
-
-// All rows of the tile: as many blocks of N rows as fit, then of N/2 and so on.
-template <int L, int V, int N>
-void code_score_rows(Codes keys, int rows, const uint32_t* query, int groups, int query_pad,
+void code_score_rows(Codes keys, int rows, const Group* query, int groups, int query_pad,
                      const uint32_t* offset, const float* key_scale, const float* query_scale,
                      float* scores, const Ahead& ahead) {
   int n = 0;
@@ -257,7 +157,7 @@ void code_score_rows(Codes keys, int rows, const uint32_t* query, int groups, in
     code_score_block<L, V, N>(keys.data + n * keys.stride, keys.stride, query, groups, query_pad,
                               offset + n, key_scale + n, query_scale, scores + n * query_pad);
   }
-  if constexpr (N > 1) {
+  if constexpr (N > kLeastScoreRows) {
     const Codes rest = {keys.data + n * keys.stride, keys.stride};
     code_score_rows<L, V, N / 2>(rest, rows - n, query, groups, query_pad, offset + n, key_scale + n,
                                  query_scale, scores + n * query_pad, {});
@@ -266,10 +166,10 @@ void code_score_rows(Codes keys, int rows, const uint32_t* query, int groups, in
 
 // ---- weights ----
 
-// scores [rows, query_pad] to the digits of weights times value scales, in place: [fours(rows), 2,
-// query_pad], the digits of four rows in one integer, in the order 0, 2, 1, 3; for L query rows. The
-// integers are relative to the largest of the tile: `weight_scale` takes them back. `from` and `to` say
-// which rows of the tile each query row sees; null where all see all.
+// scores [rows, query_pad] to the digits of weights times value scales, in place, as store_digits leaves
+// them: groups of rows, of each four in the order 0, 2, 1, 3; for L query rows. The integers are
+// relative to the largest of the tile: `weight_scale` takes them back. `from` and `to` say which rows of
+// the tile each query row sees; null where all see all.
 template <int L>
 void weights_to_digits(float* scores, int rows, int query_pad, const int32_t* from, const int32_t* to,
                        const TileScales& tile, float* row_max, float* row_sum, float* decay,
@@ -301,15 +201,18 @@ void weights_to_digits(float* scores, int rows, int query_pad, const int32_t* fr
     // Adding 2^23 leaves the nearest integer in the low mantissa bits.
     return (Bits<L>)(w * (factor * tile.value[n]) + 8388608.0f);
   };
-  uint32_t* out = (uint32_t*)scores;
-  for (int n = 0; n < rows; n += 4) {
-    const Bits<L> a = weight(n), b = weight(n + 1), c = weight(n + 2), e = weight(n + 3);
-    const Bits<L> ab = (a & 0xffffu) | b << 16, ce = (c & 0xffffu) | e << 16;
-    const uint32_t kHigh = 0xff00ff00u, kLow = 0x00ff00ffu, kRound = kHighRound * 0x10001u;
-    const Bits<L> high = ((ab + kRound) >> 8 & kLow) | ((ce + kRound) & kHigh);
-    const Bits<L> low = (ab & kLow) | ((ce & kLow) << 8);
-    store<L>(out + n / 2 * query_pad, high);
-    store<L>(out + (n / 2 + 1) * query_pad, low);
+  for (int n = 0; n < rows; n += kGroup) {
+    Bits<L> high[kGroup / 4], low[kGroup / 4];
+#pragma GCC unroll 2
+    for (int i = 0; i < kGroup / 4; ++i) {
+      const int at = n + 4 * i;
+      const Bits<L> a = weight(at), b = weight(at + 1), c = weight(at + 2), e = weight(at + 3);
+      const Bits<L> ab = (a & 0xffffu) | b << 16, ce = (c & 0xffffu) | e << 16;
+      const uint32_t kHigh = 0xff00ff00u, kLow = 0x00ff00ffu, kRound = kHighRound * 0x10001u;
+      high[i] = ((ab + kRound) >> 8 & kLow) | ((ce + kRound) & kHigh);
+      low[i] = (ab & kLow) | ((ce & kLow) << 8);
+    }
+    store_digits<L>(high, low, (uint32_t*)scores + n / 2 * query_pad, query_pad);
   }
   const Float<L> old_max = load<L>(row_max);
   const Float<L> now = top > old_max ? top : old_max;
@@ -322,66 +225,29 @@ void weights_to_digits(float* scores, int rows, int query_pad, const int32_t* fr
 
 // ---- values ----
 
-// acc[m, d] = acc[m, d] * decay[m] + weight_scale[m] * sum over n of weights[n, m] * values[n, d], for M
-// query rows and V vectors of d.
-template <int M, int V>
-EDGE_QKV_INLINE void code_value_block(const uint32_t* weights, int query_pad, const uint32_t* values,
-                                      int groups, const float* decay, const float* weight_scale,
-                                      float* acc, int dim_pad) {
-  Bits<kLanes> sum[M][V] = {};
-  for (int digit = 0; digit < 2; ++digit) {
-    for (int g = 0; g < groups; ++g) {
-      Bits<kLanes> x[V];
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) x[v] = load<kLanes>(values + (int64_t)g * dim_pad + v * kLanes);
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        const Bits<kLanes> w = splat<kLanes>(weights[(2 * g + digit) * (int64_t)query_pad + m]);
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) sum[m][v] = add_products(sum[m][v], w, x[v]);
-      }
-    }
-    if (digit == 0) {
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) sum[m][v] <<= 8;
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      float* at = acc + m * dim_pad + v * kLanes;
-      const Float<kLanes> exact = __builtin_convertvector((Int<kLanes>)sum[m][v], Float<kLanes>);
-      store<kLanes>(at, load<kLanes>(at) * decay[m] + exact * weight_scale[m]);
-    }
-  }
-}
-
 // All query rows of the block: as many blocks of M rows as fit, then of M/2 and so on.
 template <int M>
-void accumulate_codes(const uint32_t* weights, int query_pad, const uint32_t* values, int groups,
+void accumulate_codes(const uint32_t* weights, int query_pad, const Group* values, int groups,
                       int query_rows, const float* decay, const float* weight_scale, float* acc,
                       int dim_pad) {
   constexpr int V = kCodeValueVectors;
   int m = 0;
   for (; m + M <= query_rows; m += M) {
+    const uint32_t* some = weights_of(weights, query_pad, m);
     float* to = acc + m * dim_pad;
     int d = 0;
     for (; d + V * kLanes <= dim_pad; d += V * kLanes) {
-      code_value_block<M, V>(weights + m, query_pad, values + d, groups, decay + m, weight_scale + m,
-                             to + d, dim_pad);
+      code_value_block<M, V>(some, query_pad, values + d, groups, decay + m, weight_scale + m, to + d,
+                             dim_pad);
     }
     for (; d < dim_pad; d += kLanes) {
-      code_value_block<M, 1>(weights + m, query_pad, values + d, groups, decay + m, weight_scale + m,
-                             to + d, dim_pad);
+      code_value_block<M, 1>(some, query_pad, values + d, groups, decay + m, weight_scale + m, to + d,
+                             dim_pad);
     }
   }
   if constexpr (M > 1) {
-    accumulate_codes<M / 2>(weights + m, query_pad, values, groups, query_rows - m, decay + m,
-                            weight_scale + m, acc + m * dim_pad, dim_pad);
+    accumulate_codes<M / 2>(weights_of(weights, query_pad, m), query_pad, values, groups, query_rows - m,
+                            decay + m, weight_scale + m, acc + m * dim_pad, dim_pad);
   }
 }
 
@@ -390,15 +256,16 @@ void accumulate_codes(const uint32_t* weights, int query_pad, const uint32_t* va
 template <int L>
 void weigh_codes(Codes keys, const TileScales& tile, int rows, int query_rows, int query_pad, int groups,
                  bool masked, const Ahead& ahead, const Scratch& s) {
-  const uint32_t* query = (const uint32_t*)s.query;
+  const Group* query = (const Group*)s.query;
+  const int scored = round_up(rows, kLeastScoreRows);
   int m = 0;
   for (; m + kCodeScoreVectors * L <= query_pad; m += kCodeScoreVectors * L) {
-    code_score_rows<L, kCodeScoreVectors, kCodeScoreRows>(keys, rows, query + m, groups, query_pad,
+    code_score_rows<L, kCodeScoreVectors, kCodeScoreRows>(keys, scored, query + m, groups, query_pad,
                                                           tile.offset, tile.key, s.query_scale + m,
                                                           s.scores + m, m == 0 ? ahead : Ahead{});
   }
   for (; m < query_pad; m += L) {
-    code_score_rows<L, 1, kCodeScoreRows>(keys, rows, query + m, groups, query_pad, tile.offset,
+    code_score_rows<L, 1, kCodeScoreRows>(keys, scored, query + m, groups, query_pad, tile.offset,
                                           tile.key, s.query_scale + m, s.scores + m,
                                           m == 0 ? ahead : Ahead{});
   }
@@ -411,11 +278,11 @@ void weigh_codes(Codes keys, const TileScales& tile, int rows, int query_rows, i
 // As attend_tile, for int8 rows whose keys need no rotation. s.from and s.to are set where `masked`.
 void attend_codes(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, Lanes lanes,
                   int64_t begin, int rows, bool masked, const Ahead& ahead, const Scratch& s) {
-  const int D = p.head_dim, groups = fours(D);
+  const int D = p.head_dim, groups = groups_of(D);
   const int64_t first = cache_row(p, item.batch, item.kv_head, begin);
   const Cache values = p.value ? value_cache(p) : key_cache(p);
   TileScales tile = tile_scales(plan, s);
-  const Codes keys = load_codes(p, key_cache(p), first, rows, (int8_t*)s.keys);
+  const Codes keys = load_codes((const int8_t*)row_at(p, key_cache(p), first), D, rows, (int8_t*)s.keys);
   load_scales(values.scales + first, rows, tile.value, tile.value_log);
   if (p.value) {
     load_scales(p.key_scales + first, rows, tile.key, nullptr);
@@ -432,10 +299,11 @@ void attend_codes(const AttentionParams& p, const TilePlan& plan, const WorkItem
       weigh_codes<8>(keys, tile, rows, item.rows, lanes.query_pad, groups, masked, ahead, s);
     }
   }
-  uint32_t* interleaved = (uint32_t*)s.values;
+  Group* interleaved = (Group*)s.values;
   interleave_rows((const int8_t*)row_at(p, values, first), rows, D, plan.dim_pad, interleaved);
-  accumulate_codes<kCodeValueRows>((const uint32_t*)s.scores, lanes.query_pad, interleaved, fours(rows),
-                                   item.rows, s.decay, s.weight_scale, s.acc, plan.dim_pad);
+  accumulate_codes<kCodeValueRows>((const uint32_t*)s.scores, lanes.query_pad, interleaved,
+                                   groups_of(rows), item.rows, s.decay, s.weight_scale, s.acc,
+                                   plan.dim_pad);
 }
 
 }  // namespace

@@ -279,7 +279,7 @@ void load_queries(const AttentionParams& p, const TilePlan& plan, const WorkItem
     }
 #if EDGE_QKV_INTEGER_PRODUCTS
     if (lanes.integer) {
-      query_to_digits(s.row, p.head_dim, plan.dim_pad, m, lanes.query_pad, (uint32_t*)s.query,
+      query_to_digits(s.row, p.head_dim, plan.dim_pad, m, lanes.query_pad, (Group*)s.query,
                       s.query_scale + m);
       continue;
     }

@@ -393,5 +393,20 @@ EDGE_QKV_INLINE Bits<4> add_products(Bits<4> sum, Bits<4> digits, Bits<4> codes)
 
 #endif
 
+// Beside these, products of matrices of bytes, all signed: `sum` [2, 2] plus `a` [2, 8] times the
+// transpose of `b` [2, 8], all row by row.
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+
+#define EDGE_QKV_MATRIX_PRODUCTS 1
+EDGE_QKV_INLINE Bits<4> add_matrix_product(Bits<4> sum, Bits<4> a, Bits<4> b) {
+  return (Bits<4>)vmmlaq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b);
+}
+
+#else
+
+#define EDGE_QKV_MATRIX_PRODUCTS 0
+
+#endif
+
 }  // namespace EDGE_QKV_ISA
 }  // namespace edge_qkv
