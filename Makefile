@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find runtime -name '*.cpp' -o -name '*.h' -o -name '*.cmake' -o -name '*.txt' 2>/dev/null)
 
-.PHONY: demo bench test test-llama lint format clean
+.PHONY: demo bench test test-arm64 test-llama lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -23,6 +23,10 @@ bench: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
+
+# On emulated 64-bit ARM processors. EDGE_QKV_ARM64=required: what cannot be downloaded is an error and not skipped.
+test-arm64: $(VENV)/installed
+	$(BIN)/python tests/arm64/run.py
 
 # GGUF packages in llama.cpp itself.
 test-llama: $(VENV)/llama

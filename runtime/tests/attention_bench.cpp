@@ -5,7 +5,10 @@
 //
 //   attention_bench [--depths N,...] [--tokens N,...] [--threads N,...] [--types fp32,fp16,int8]
 //                   [--heads N] [--kv-heads N] [--dim N] [--rotary none|conjugate|read] [--separate]
-//                   [--window N] [--layers N] [--milliseconds N]
+//                   [--window N] [--layers N] [--milliseconds N] [--rounds N]
+//
+// --rounds takes the place of --milliseconds where instructions are counted: N rounds beside the warm
+// one.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +18,7 @@
 #include <vector>
 
 #include "attention_problem.h"
+#include "core/checksum.h"
 
 using namespace edge_qkv;
 
@@ -28,6 +32,7 @@ struct Options {
   Case shape = {1, 0, 32, 1, 64};
   int layers = 4;             // caches that take turns, so that none stays in a core's own cache
   double milliseconds = 600;  // a line and cache type
+  int64_t rounds = 0;         // where not 0: rounds of a line, whatever they take
 };
 
 std::vector<std::string> split(const char* list) {
@@ -81,9 +86,9 @@ Options parse(int argc, char** argv) {
       o.shape.rotary = static_cast<Rotary>(find({"none", "conjugate", "read"}, value));
     } else {
       int64_t window = 0, layers = 0, milliseconds = 0, heads = 0, kv_heads = 0, dim = 0;
-      const char* const names[] = {"--window", "--layers",   "--milliseconds",
+      const char* const names[] = {"--window", "--layers",   "--milliseconds", "--rounds",
                                    "--heads",  "--kv-heads", "--dim"};
-      int64_t* const places[] = {&window, &layers, &milliseconds, &heads, &kv_heads, &dim};
+      int64_t* const places[] = {&window, &layers, &milliseconds, &o.rounds, &heads, &kv_heads, &dim};
       *places[find(names, name)] = std::atoll(value);
       if (window) o.shape.window = window;
       if (layers) o.layers = static_cast<int>(layers);
@@ -131,11 +136,13 @@ void measure(const Options& o, int64_t depth, int64_t tokens) {
       contestant.times.clear();
     }
     std::chrono::duration<double, std::milli> took;
+    int64_t rounds = 0;
     do {
       for (Contestant& contestant : contestants)
         contestant.run(pool, static_cast<int>(threads), workspace);
       took = std::chrono::steady_clock::now() - start;
-    } while (took.count() < o.milliseconds * static_cast<double>(contestants.size()));
+    } while (o.rounds ? ++rounds < o.rounds
+                      : took.count() < o.milliseconds * static_cast<double>(contestants.size()));
     std::printf("%7lld %6lld %7lld", (long long)depth, (long long)tokens, (long long)threads);
     double first = 0;
     for (Contestant& contestant : contestants) {
@@ -143,6 +150,15 @@ void measure(const Options& o, int64_t depth, int64_t tokens) {
       std::sort(times.begin(), times.end());
       if (first == 0) first = times[0];
       std::printf("  %9.4f %9.4f %6.2fx", times[0], times[times.size() / 2], first / times[0]);
+    }
+    if (o.rounds) {
+      std::printf("  outputs");
+      for (const Contestant& contestant : contestants) {
+        const AttentionParams& p = contestant.layers[0].p;
+        Checksum sum;
+        sum.add(p.output, contestant.layers[0].query.size() * sizeof *p.output);
+        std::printf(" %016llx", (unsigned long long)sum.value());
+      }
     }
     std::printf("\n");
     std::fflush(stdout);
