@@ -38,6 +38,10 @@ test: $(VENV)/installed
 test-arm64: $(VENV)/installed
 	$(BIN)/python tests/arm64/run.py
 
+# On emulated 64-bit ARM processors. EDGE_QKV_ARM64=required: what cannot be downloaded is an error and not skipped.
+test-arm64: $(VENV)/installed
+	$(BIN)/python tests/arm64/run.py
+
 # GGUF packages in llama.cpp itself.
 test-llama: $(VENV)/llama
 	$(BIN)/python -m pytest tests/llama -rP

@@ -6,7 +6,7 @@
 4. Instructions a token: time under emulation says nothing.
 
 Left out: snapshot_program and attack_program, which tests on the host drive (one is killed by a preloaded library, the
-other reads files that PyTorch has made), and the ExecuTorch engine.
+other reads files that PyTorch has made), and the ExecuTorch engine, which has not been built for arm64 yet.
 
 What cannot be downloaded is skipped, loudly, and is an error with EDGE_QKV_ARM64=required; all else that goes wrong
 always is one. Everything is kept in build/arm64.
