@@ -32,7 +32,7 @@ from edge_qkv.presets import apply_variant
 MODEL = "1.2B/Q-MQA"
 DEPTHS = 0, 1024, 4096, 8192, 16384, 32767
 PROMPTS = 512, 4096, 16384
-SECONDS, PATIENCE = 20.0, 900.0
+SECONDS, PATIENCE = 10.0, 900.0
 _LONG, _SHORT = 1 << 30, 1024
 _ALIKE = 64  # tokens of the prompt after which all engines of the same weights should say the same
 _OTHER_MODEL = 0.7  # standard deviations between logits; those of models that have nothing in common are at 1.4
