@@ -218,3 +218,15 @@ def test_orders_are_compared_beyond_the_spread_of_seeds():
 def test_without_a_model_there_is_no_table(trained):
     found = results.read(trained, "quality") | {"variants": []}
     assert len(quality.of_quality(found)) == 1 and "Perplexity" not in report.as_text(quality.of_quality(found))
+
+
+def test_the_committed_result_is_what_the_readme_says():
+    root = Path(__file__).parents[2]
+    folder = root / "bench/measured/quality"
+    found = results.read(folder, "quality")
+    assert found["complete"] and {row["variant"] for row in found["variants"]} >= set(quality.PAPER)
+    assert (folder / "bench.md").read_text() == report.as_markdown(quality.of_quality(found), ["quality.svg"])
+    lines = (root / "README.md").read_text().splitlines()
+    for row in found["variants"]:
+        name, count, perplexity = row["variant"], f"{row['parameters']:,}", f"{row['perplexity']:.2f}"
+        assert any(line.startswith(f"| {name} | {count} | {perplexity} | ") for line in lines), name
