@@ -22,7 +22,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find runtime -name '*.cpp' -o -
 demo: $(VENV)/installed
 	$(BIN)/edge-qkv demo --output demo
 
-# The model beside its peers: most of two hours and 8 GB the first time, for llama.cpp is built and five models of 1.2B
+# The model beside its peers: more than an hour and 8 GB the first time, for llama.cpp is built and five models of 1.2B
 # are exported. PEERS=300M/Q-MQA is quicker, and `edge-qkv bench model` measures one package in minutes.
 bench: $(VENV)/llama
 	$(BIN)/edge-qkv export edge_qkv/bundled --output build/bench/shakespeare
@@ -33,10 +33,6 @@ bench: $(VENV)/llama
 # A file's tests run in one process, in their order: they share what they made.
 test: $(VENV)/installed
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
-
-# On emulated 64-bit ARM processors. What it cannot download or install is skipped; EDGE_QKV_ARM64=required forbids that.
-test-arm64: $(VENV)/installed
-	$(BIN)/python tests/arm64/run.py
 
 # On emulated 64-bit ARM processors. EDGE_QKV_ARM64=required: what cannot be downloaded is an error and not skipped.
 test-arm64: $(VENV)/installed
