@@ -220,13 +220,15 @@ def test_without_a_model_there_is_no_table(trained):
     assert len(quality.of_quality(found)) == 1 and "Perplexity" not in report.as_text(quality.of_quality(found))
 
 
-def test_the_committed_result_is_what_the_readme_says():
+def test_the_committed_results_are_what_the_readme_says():
     root = Path(__file__).parents[2]
-    folder = root / "bench/measured/quality"
-    found = results.read(folder, "quality")
-    assert found["complete"] and {row["variant"] for row in found["variants"]} >= set(quality.PAPER)
-    assert (folder / "bench.md").read_text() == report.as_markdown(quality.of_quality(found), ["quality.svg"])
-    lines = (root / "README.md").read_text().splitlines()
-    for row in found["variants"]:
-        name, count, perplexity = row["variant"], f"{row['parameters']:,}", f"{row['perplexity']:.2f}"
-        assert any(line.startswith(f"| {name} | {count} | {perplexity} | ") for line in lines), name
+    readme = (root / "README.md").read_text()
+    for name, models in (("quality", list(quality.MODELS)), ("quality-on-read", ["Q-K=V", "Q-MQA"])):
+        found = results.read(root / "bench/measured" / name, "quality")
+        assert found["complete"] and [row["variant"] for row in found["variants"]] == models
+        markdown = report.as_markdown(quality.of_quality(found), ["quality.svg"])
+        assert (root / "bench/measured" / name / "bench.md").read_text() == markdown
+        assert f"bench/measured/{name}/bench.md" in readme
+        for row in found["variants"]:
+            line = f"| {row['variant']} | {row['parameters']:,} | {row['perplexity']:.2f} | "
+            assert (line if name == "quality" else f"{row['perplexity']:.2f}") in readme
