@@ -24,8 +24,15 @@ from edge_qkv.bench.peer_engines import Peer, open_peer
 from edge_qkv.errors import one_line
 
 
+class PeerDied(EdgeQKVError):
+    """An engine whose process was ended, for want of memory or by a fault of its own."""
+
+
 class PeerProcess:
-    """Opens an engine; `ask` has it do one of ACTIONS. Raises `EdgeQKVError` in one sentence when it fails."""
+    """Opens an engine; `ask` has it do one of ACTIONS.
+
+    Raises `EdgeQKVError` in one sentence when that fails, `PeerDied` where the process is no more.
+    """
 
     def __init__(self, kind: str, package: Path, threads: int, context: int) -> None:
         self._package = package
@@ -57,7 +64,7 @@ class PeerProcess:
         if code == 130:  # the terminal sends Ctrl-C to both
             raise KeyboardInterrupt
         if code < 0:
-            raise EdgeQKVError(f"{self._package}: its process was killed by signal {-code}")
+            raise PeerDied(f"{self._package}: its process was killed by signal {-code}")
         last = said[-1] if said else f"its process ended with code {code}"
         raise EdgeQKVError(last.removeprefix(f"{PROGRAM} peer_process: ") if code == 2 else one_line(Exception(last)))
 

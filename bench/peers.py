@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -21,7 +21,7 @@ from edge_qkv.bench import machine, peers_report, plots, report, speed
 from edge_qkv.bench.common import add_measuring, add_output, command_line, prepare_output, run, say
 from edge_qkv.bench.figures import figure, rate
 from edge_qkv.bench.measure import checked_depths
-from edge_qkv.bench.peer_process import PeerProcess
+from edge_qkv.bench.peer_process import PeerDied, PeerProcess
 from edge_qkv.bench.peers_report import NO_FLASH, OURS
 from edge_qkv.bench.random_package import default_directory, named_config, random_package
 from edge_qkv.bench.results import Result
@@ -223,8 +223,8 @@ def _package(
     if contestant.variant:
         config, name = apply_variant(config, contestant.variant), f"{name.partition('/')[0]}/{contestant.variant}"
     package = random_package(name, config, directory, contestant.target, contestant.weights, contestant.cache)
-    # llama.cpp takes a cache of noise as a copy, made from another: three of it are there at a time.
-    a_token, available = package.cache_bytes_per_token * 3, (machine.available_memory() or 1 << 40) // 2
+    # llama.cpp takes a cache of noise as a copy of copies: five of it are there at a time.
+    a_token, available = package.cache_bytes_per_token * 5, (machine.available_memory() or 1 << 40) // 2
     lengths = [n for n in lengths if n <= contestant.longest]
     one = Taking(contestant, package, *([n for n in ns if n * a_token <= available] for ns in (depths, lengths)))
     for what, asked, held in (("depth", depths, one.depths), ("prompt", lengths, one.lengths)):
@@ -274,29 +274,50 @@ def _turns(taking: Sequence[Taking], rounds: int) -> Iterator[Taking]:
 
 
 def _decode(taking: Sequence[Taking], depth: int, rounds: int, seconds: float) -> None:
-    active = [one for one in taking if depth in one.depths]
-    for one in active:
+    for one in taking:
+        if depth not in one.depths:
+            continue
         say(f"decode at {depth:,}: filling the cache of {one.contestant.name}")
-        one.process.ask("depth", depth)
-        count = min(speed.TOKENS, one.package.config.max_positions - depth)
-        took, one.said[depth] = one.process.ask("decode", depth, count)  # warm: pages of the weights, threads
-        one.decode[depth] = []
-        if took * speed.TOKENS > seconds * 1e3:  # one round will do, and has been
-            one.decode[depth] = [took]
+        with _while_it_lives(one, depth):
+            one.process.ask("depth", depth)
+            count = min(speed.TOKENS, one.package.config.max_positions - depth)
+            took, one.said[depth] = one.process.ask("decode", depth, count)  # warm: pages of the weights, threads
+            # Where a round takes too long, this one will do.
+            one.decode[depth] = [took] if took * speed.TOKENS > seconds * 1e3 else []
     say(f"decode at {depth:,}: {rounds} rounds")
-    for one in _turns([one for one in active if not one.decode[depth]], rounds):
-        took, said = one.process.ask("decode", depth, len(one.said[depth]))
-        if said != one.said[depth]:
-            raise EdgeQKVError(f"{one.contestant.name}: decoded {said} at depth {depth:,} after {one.said[depth]}")
-        one.decode[depth].append(took)
-    for one in active:
-        one.memory[depth] = one.process.ask("memory")
-        said, allowed = one.said[depth], 2 * speed.ROUNDED_TOLERANCE
-        equal, _ = one.process.ask("verify", depth, said, allowed, one.contestant.name)
-        one.verified = [one.verified[0] + equal, one.verified[1] + len(said)]
-        if (took := median(one.decode[depth])) * speed.TOKENS > seconds * 1e3 and depth < one.depths[-1]:
-            one.notes.append(f"not measured beyond depth {depth:,}, where a token takes {took / 1e3:,.1f} s")
-            one.depths = [d for d in one.depths if d <= depth]
+    for one in _turns([one for one in taking if one.decode.get(depth) == []], rounds):
+        if depth not in one.depths:
+            continue
+        with _while_it_lives(one, depth):
+            took, said = one.process.ask("decode", depth, len(one.said[depth]))
+            if said != one.said[depth]:
+                raise EdgeQKVError(f"{one.contestant.name}: decoded {said} at depth {depth:,} after {one.said[depth]}")
+            one.decode[depth].append(took)
+    for one in taking:
+        if depth not in one.depths:
+            continue
+        with _while_it_lives(one, depth):
+            one.memory[depth] = one.process.ask("memory")
+            said, allowed = one.said[depth], 2 * speed.ROUNDED_TOLERANCE
+            equal, _ = one.process.ask("verify", depth, said, allowed, one.contestant.name)
+            one.verified = [one.verified[0] + equal, one.verified[1] + len(said)]
+            if (took := median(one.decode[depth])) * speed.TOKENS > seconds * 1e3 and depth < one.depths[-1]:
+                one.notes.append(f"not measured beyond depth {depth:,}, where a token takes {took / 1e3:,.1f} s")
+                one.depths = [d for d in one.depths if d <= depth]
+
+
+@contextmanager
+def _while_it_lives(one: Taking, depth: int | None = None) -> Iterator[None]:
+    """A contestant whose process ends here takes no further part, with a note; the measure of the others must not."""
+    try:
+        yield
+    except PeerDied as error:
+        if one.contestant.name == OURS:
+            raise
+        say(f"{one.contestant.name} takes no further part: {error}")
+        one.notes.append(f"no further part: {error}")
+        one.decode.pop(depth, None)
+        one.depths, one.lengths = [], []
 
 
 def _prefill(
@@ -315,10 +336,11 @@ def _prefill(
         one.prefill[length] = []
     vocab_size = taking[0].package.config.vocab_size
     for turn, one in enumerate(_turns(active, rounds)):
-        if sum(one.prefill[length]) > seconds:
+        if sum(one.prefill[length]) > seconds or length not in one.lengths:
             continue
         say(f"prefill of {length:,}, round {turn // len(active) + 1}: {one.contestant.name}")
-        one.prefill[length].append(one.process.ask("prefill", length, vocab_size))
+        with _while_it_lives(one):
+            one.prefill[length].append(one.process.ask("prefill", length, vocab_size))
 
 
 def as_json(one: Taking) -> dict[str, Any]:

@@ -129,6 +129,29 @@ def test_what_an_engine_died_of_is_said(package, tmp_path):
         process.ask("no_such")
 
 
+def test_one_that_dies_takes_no_further_part(package):
+    """The others go on; what it was asked last is no figure."""
+    taking = []
+    for contestant in (peers.CONTESTANTS[0], peers.CONTESTANTS[-1]):
+        process = PeerProcess(contestant.kind, package, 1, 64)
+        taking.append(peers.Taking(contestant, peers.Package.open(package), [0, 20], [32], process))
+    ours, other = taking
+    try:
+        peers._decode(taking, 0, 2, 10)
+        os.kill(other.process._process.pid, signal.SIGKILL)
+        peers._decode(taking, 20, 2, 10)
+        peers._prefill(taking, 32, None, 2, 10, 10)
+        assert set(ours.decode) == {0, 20} and len(ours.decode[20]) == 2 and len(ours.prefill[32]) == 2
+        assert set(other.decode) == {0} and not other.prefill
+        assert other.notes == [f"no further part: {package}: its process was killed by signal 9"]
+        os.kill(ours.process._process.pid, signal.SIGKILL)
+        with pytest.raises(EdgeQKVError, match="killed by signal 9"):
+            peers._decode(taking, 20, 2, 10)
+    finally:
+        for one in taking:
+            one.process.close()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
