@@ -22,7 +22,7 @@ from edge_qkv.bench.common import add_measuring, add_output, command_line, prepa
 from edge_qkv.bench.figures import figure, rate
 from edge_qkv.bench.measure import checked_depths
 from edge_qkv.bench.peer_process import PeerDied, PeerProcess
-from edge_qkv.bench.peers_report import NO_FLASH, OURS
+from edge_qkv.bench.peers_report import NO_FLASH, OURS, OURS_TOO
 from edge_qkv.bench.random_package import default_directory, named_config, random_package
 from edge_qkv.bench.results import Result
 from edge_qkv.bench.rounding import perplexity_change
@@ -59,7 +59,7 @@ class Contestant:
 CONTESTANTS = (
     Contestant(OURS, "ours", "onnx", "int4"),
     Contestant("edge-qkv, ONNX Runtime, int8 cache", "ours", "onnx", "int4", "int8"),
-    Contestant("edge-qkv, ExecuTorch", "ours", "executorch", "8da4w", needs="executorch"),
+    Contestant(OURS_TOO, "ours", "executorch", "8da4w", needs="executorch"),
     *(
         Contestant(f"{name}{mode}", f"llama.cpp{mode}", "gguf", "q4_0", "fp16", variant, "llama_cpp", longest)
         for name, variant, longest in (
@@ -89,7 +89,7 @@ it has decoded once more as a chunk, and ends the benchmark where it then says s
 installed are left out, with a note. Packages stay in --directory.
 
 examples:
-  edge-qkv bench peers --output peers             the 1.2B configuration: 40 minutes, 6 GB of packages, 12 GB of memory
+  edge-qkv bench peers --output peers             the 1.2B configuration: 40 minutes, 6 GB of packages, 16 GB of memory
   edge-qkv bench peers 300M/Q-MQA --depths 0 4096 --prompts 512
 """
 
@@ -170,7 +170,7 @@ def _peers(arguments: argparse.Namespace) -> None:
             before = lengths[i - 1] if i else None
             _prefill(taking, length, before, rounds, arguments.seconds, arguments.patience)
             result.add("contestants", [as_json(one) for one in taking])
-        result.add("targets", [target.as_json() for target in peers_report.targets(result.content)])
+        result.add("targets", peers_report.targets_as_json(result.content))
     content = result.finish()
     parts = peers_report.parts(content)
     print(json.dumps(content, indent=2) if arguments.json else report.as_text(parts))

@@ -11,7 +11,7 @@ from edge_qkv.bench.report import Part
 from edge_qkv.bench.targets import Target, as_table
 from edge_qkv.tables import size
 
-OURS = "edge-qkv, ONNX Runtime"
+OURS, OURS_TOO = "edge-qkv, ONNX Runtime", "edge-qkv, ExecuTorch"
 NO_FLASH = ", no flash attention"
 SAME, MULTI_HEAD = "llama.cpp", "llama.cpp, multi-head"
 # What is measured, the peer, at which depth or length, and how many times faster this project's engine is to be. Each
@@ -29,7 +29,7 @@ _WHAT = {"decode": "decode at depth {:,}", "prefill": "prompt of {:,} tokens"}
 
 
 def targets(result: dict[str, Any], ours: str = OURS) -> list[Target]:
-    """The targets beside the ratios of what a contestant of ours took to what the peer took."""
+    """The targets beside the ratios of what the peer took to what a contestant of ours took."""
     found = {row["name"]: row for row in result["contestants"]}
     made = []
     for mode in ("", NO_FLASH):
@@ -41,6 +41,10 @@ def targets(result: dict[str, Any], ours: str = OURS) -> list[Target]:
             what = f"{_WHAT[kind].format(at)}, beside {peer}"
             made.append(Target(what, wanted, "at least", ratios(theirs, mine), note))
     return made
+
+
+def targets_as_json(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"ours": ours} | target.as_json() for ours in (OURS, OURS_TOO) for target in targets(result, ours)]
 
 
 def ratios(theirs: list[float], mine: list[float]) -> list[float]:
@@ -72,8 +76,8 @@ def parts(result: dict[str, Any]) -> list[Part]:
             f"(least..most); x: how many times as long as {OURS}",
         ],
     )
-    tables = _models(result), _table(result, "decode"), _added(result), _table(result, "prefill"), _targets(result)
-    return [head, *(table for table in tables if table.title)]
+    tables = _models(result), _table(result, "decode"), _added(result), _table(result, "prefill")
+    return [head, *(table for table in tables if table.title), *(_targets(result, ours) for ours in (OURS, OURS_TOO))]
 
 
 def _models(result: dict[str, Any]) -> Part:
@@ -159,6 +163,6 @@ def _added(result: dict[str, Any]) -> Part:
 _TITLES = {"decode": ("Decode", "ms a token at depth"), "prefill": ("Prompts", "tokens/s of a prompt of")}
 
 
-def _targets(result: dict[str, Any]) -> Part:
-    rows, header = as_table(targets(result))
-    return Part("Targets", header, rows)
+def _targets(result: dict[str, Any], ours: str) -> Part:
+    rows, header = as_table(targets(result, ours))
+    return Part(f"Targets: {ours}", header, rows)

@@ -54,4 +54,6 @@ def test_llama_cpp_takes_its_turns(tmp_path, capsys, monkeypatch):
             # The same weights, other than those of other variants.
             assert (row["difference"] is None) == (count > 1) and (row["difference"] or 0) < 0.6
     measured = [target for target in found["targets"] if target["ratios"]]
-    assert [target["what"].split(",")[0] for target in measured] == ["decode at depth 0"] * 2  # both attentions
+    assert {target["what"].split(",")[0] for target in measured} == {"decode at depth 0"}
+    first = [target["what"] for target in measured if target["ours"] == peers.OURS]
+    assert first == [f"decode at depth 0, beside llama.cpp{mode}" for mode in ("", peers.NO_FLASH)]
