@@ -118,7 +118,9 @@ SHAPES: dict[str, Any] = {
                 "notes": [_TEXT],
             }
         ],
-        "targets": [{"ours": _TEXT, "what": _TEXT, "wanted": _NUMBER, "kind": _TEXT, "ratios": [_NUMBER], "note": _TEXT}],
+        "targets": [
+            {"ours": _TEXT, "what": _TEXT, "wanted": _NUMBER, "kind": _TEXT, "ratios": [_NUMBER], "note": _TEXT},
+        ],
     },
     "attention": {
         "machine": _MACHINE,
