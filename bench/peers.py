@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +35,6 @@ SECONDS, PATIENCE = 10.0, 900.0
 _LONG, _SHORT = 1 << 30, 1024
 _ALIKE = 64  # tokens of the prompt after which all engines of the same weights should say the same
 _OTHER_MODEL = 0.7  # standard deviations between logits; those of models that have nothing in common are at 1.4
-_PAUSE = 0.05  # seconds between turns
 
 SUMMARY = "Compare a model with random weights in this project's engines and in llama.cpp and ONNX Runtime alone."
 
@@ -86,7 +84,7 @@ The cache is filled with noise up to a depth. Decoding is greedy; "x" is how man
 the median of the rounds (least..most). An engine whose tokens take longer than --seconds at a depth is not measured
 deeper, and a prompt that would take longer than --patience is left out: nothing is extrapolated. Each engine reads what
 it has decoded once more as a chunk, and ends the benchmark where it then says something else. Engines that are not
-installed are left out, with a note. Packages stay in --directory.
+installed are left out, with a note. Long prompts are for those of the same weights. Packages stay in --directory.
 
 examples:
   edge-qkv bench peers --output peers             the 1.2B configuration: 40 minutes, 6 GB of packages, 16 GB of memory
@@ -149,8 +147,10 @@ def _peers(arguments: argparse.Namespace) -> None:
         if not 0 < getattr(arguments, option) < 1e6:
             raise InputError(f"--{option} {getattr(arguments, option)}: must be above 0 and below 1,000,000")
     depths, most = checked_depths(config, name, arguments.depths, DEPTHS), config.max_positions
-    asked = PROMPTS if arguments.prompts is None else arguments.prompts
-    lengths = sorted({whole(n, "--prompts", 1) if arguments.prompts else n for n in asked if n <= most})
+    if arguments.prompts is None:
+        lengths = [n for n in PROMPTS if n <= most]
+    else:
+        lengths = sorted({whole(n, "--prompts", 1, most, f", the most {name} goes") for n in arguments.prompts})
     chosen = [c for c in CONTESTANTS if not arguments.only or any(word in c.name for word in arguments.only)]
     if OURS not in [c.name for c in chosen]:
         raise InputError(f"--only {' '.join(arguments.only)}: leaves out {OURS!r}, the measure of the others")
@@ -243,7 +243,9 @@ def _compare_logits(taking: Sequence[Taking]) -> None:
     length = min(_ALIKE, model.max_positions)
     want = np.array(first.process.ask("logits", length, vocab_size))
     for one in others:
-        if one.package.config == model:
+        if one.package.config != model:
+            continue
+        with _while_it_lives(one):  # a library built for another processor ends here
             found = np.array(one.process.ask("logits", length, vocab_size))
             one.difference = float(np.sqrt(np.mean((found - want) ** 2)) / want.std())
             if not one.difference < _OTHER_MODEL:  # also where it is not a number
@@ -268,9 +270,7 @@ def _add_perplexity(taking: Sequence[Taking], directory: Path) -> None:
 def _turns(taking: Sequence[Taking], rounds: int) -> Iterator[Taking]:
     """Who is next, every other round in the opposite order."""
     for turn in range(rounds):
-        for one in taking[:: 1 if turn % 2 == 0 else -1]:
-            time.sleep(_PAUSE)
-            yield one
+        yield from taking[:: 1 if turn % 2 == 0 else -1]
 
 
 def _decode(taking: Sequence[Taking], depth: int, rounds: int, seconds: float) -> None:
@@ -328,7 +328,7 @@ def _prefill(
         if length not in one.lengths:
             continue
         expected = median(one.prefill[before]) * length / before if before in one.prefill else 0
-        if expected > patience or (before is not None and before in one.lengths and before not in one.prefill):
+        if expected > patience:
             one.notes.append(f"prompts of {length:,} and more left out: longer than {patience:g} s")
             one.lengths = [n for n in one.lengths if n < length]
             continue

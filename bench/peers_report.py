@@ -144,17 +144,18 @@ def _added(result: dict[str, Any]) -> Part:
         row["name"]: {one["depth"]: one["ms_per_token"]["median"] for one in row["decode"]}
         for row in result["contestants"]
     }
-    depths = sorted({depth for found in spent.values() if 0 in found for depth in found if depth})
+    spent = {name: found for name, found in spent.items() if 0 in found}
+    depths = sorted({depth for found in spent.values() for depth in found if depth})
     if not depths or not spent.get(OURS):
         return Part("")
     rows = []
     for name, found in spent.items():
         cells = []
         for depth in depths:
-            added, ours = (of[depth] - of[0] if {0, depth} <= set(of) else None for of in (found, spent[OURS]))
+            added, ours = (of[depth] - of[0] if depth in of else None for of in (found, spent[OURS]))
             times = f"  {added / ours:.1f}x" if added and ours and ours > 0 and name != OURS else ""
             cells.append("" if added is None else f"{added:,.1f}{times}")
-        rows.append((name, f"{found.get(0, float('nan')):,.1f}", *cells))
+        rows.append((name, f"{found[0]:,.1f}", *cells))
     header = ("ms a token", "with an empty cache", *(f"more at {depth:,}" for depth in depths))
     notes = ["an empty cache: what the weights take, which no attention can make less"]
     return Part("What depth adds", header, rows, notes)

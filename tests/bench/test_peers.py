@@ -136,7 +136,11 @@ def test_one_that_dies_takes_no_further_part(package):
         process = PeerProcess(contestant.kind, package, 1, 64)
         taking.append(peers.Taking(contestant, peers.Package.open(package), [0, 20], [32], process))
     ours, other = taking
+    first = peers.Taking(peers.CONTESTANTS[-1], other.package, [0], [], PeerProcess("function", package, 1, 64))
     try:
+        os.kill(first.process._process.pid, signal.SIGKILL)  # as an instruction that the processor has not
+        peers._compare_logits([ours, first])
+        assert first.difference is None and not first.depths and "killed by signal 9" in first.notes[0]
         peers._decode(taking, 0, 2, 10)
         os.kill(other.process._process.pid, signal.SIGKILL)
         peers._decode(taking, 20, 2, 10)
@@ -148,7 +152,7 @@ def test_one_that_dies_takes_no_further_part(package):
         with pytest.raises(EdgeQKVError, match="killed by signal 9"):
             peers._decode(taking, 20, 2, 10)
     finally:
-        for one in taking:
+        for one in (*taking, first):
             one.process.close()
 
 
@@ -159,6 +163,7 @@ def test_one_that_dies_takes_no_further_part(package):
         (("1.2B/Q-MQA", "--only", "llama"), "--only llama: leaves out 'edge-qkv, ONNX Runtime'"),
         (("1.2B/Q-MQA", "--depths", "32768"), "--depths = 32768: must be"),
         (("1.2B/Q-MQA", "--prompts", "0"), "--prompts = 0: must be"),
+        (("1.2B/Q-MQA", "--prompts", "32769"), "--prompts = 32769: must be"),
         (("1.2B/Q-MQA", "--patience", "nan"), "--patience nan"),
         (("1.2B/Q-MQA", "--repeats", "0"), "--repeats = 0: must be"),
     ],
