@@ -9,10 +9,15 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-# Name of a benchmark -> its module. Any other first word is the package that `measure` takes.
+# Name of a benchmark -> its module. Any other first word is the package that `package.command` takes.
 COMMANDS = {
-    name: f"edge_qkv.bench.{name}"
-    for name in ("attention", "compare", "engines", "peers", "quality", "restore", "variants")
+    "attention": "edge_qkv.bench.attention.command",
+    "compare": "edge_qkv.bench.compare",
+    "engines": "edge_qkv.bench.package.engines",
+    "peers": "edge_qkv.bench.peers.command",
+    "quality": "edge_qkv.bench.quality.command",
+    "restore": "edge_qkv.bench.package.restore",
+    "variants": "edge_qkv.bench.package.variants",
 }
 
 
@@ -21,9 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] and (name := argv[0].removeprefix("--")) in COMMANDS:  # `--peers` is `peers`
         return importlib.import_module(COMMANDS[name]).main(argv[1:])
-    from edge_qkv.bench import measure
+    from edge_qkv.bench.package import command
 
-    return measure.main(argv)
+    return command.main(argv)
 
 
 if __name__ == "__main__":

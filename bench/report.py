@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from edge_qkv import files
-from edge_qkv.bench import machine, restore
+from edge_qkv.bench import machine
 from edge_qkv.bench.common import say
 from edge_qkv.bench.figures import rate, written
+from edge_qkv.bench.package import restore
 from edge_qkv.tables import size, table
 
 FILE = "bench.md"

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from edge_qkv import __version__, plan_command, run_command
+from edge_qkv import __version__
+from edge_qkv.commands import plan as plan_command
+from edge_qkv.commands import run as run_command
 from edge_qkv.config import CACHE_BYTES, POSITIONS, QUERY
 from edge_qkv.errors import Cancelled, EdgeQKVError, InputError
 from edge_qkv.stored import (
@@ -63,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _export(arguments: argparse.Namespace) -> None:
     _need("torch", "export")
+    from edge_qkv.commands.inspect import describe, inspect
     from edge_qkv.export import TARGETS
     from edge_qkv.export.progress import Bar
-    from edge_qkv.inspection import describe, inspect
 
     bar = Bar()
     try:
@@ -113,7 +115,7 @@ def _pack(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    from edge_qkv.inspection import describe, inspect
+    from edge_qkv.commands.inspect import describe, inspect
 
     facts = inspect(arguments.path)
     print(json.dumps(facts, indent=2) if arguments.json else describe(arguments.path, facts))
@@ -142,7 +144,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _demo(arguments: argparse.Namespace) -> None:
     _need("torch", "export")
-    from edge_qkv.demo import demo
+    from edge_qkv.commands.demo import demo
 
     demo(arguments.output, arguments.prompt, arguments.max_tokens, arguments.threads)
 

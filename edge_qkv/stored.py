@@ -201,7 +201,7 @@ def stored_as(target: str, weights: str, block_size: int | None = None) -> tuple
 
 
 def gguf_keeps_one_row(config: ModelConfig) -> bool:
-    """Whether llama.cpp caches one row for keys and values: see `edge_qkv.export.gguf_latent`."""
+    """Whether llama.cpp caches one row for keys and values: see `edge_qkv.export.gguf.latent`."""
     biases = config.attention_bias or config.mlp_bias or config.norm_bias
     windowed = 0 < config.window < config.max_positions
     shape = (config.sharing, config.kv_heads, config.positions, config.norm, config.mlp)

@@ -1,4 +1,4 @@
-"""Exporters, one file a target. Each takes the same arguments and writes a whole package."""
+"""Exporters, a directory a target. Each takes the same arguments and writes a whole package."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Exporter(Protocol):
 def _exporter(target: str) -> Callable[..., dict[str, Any]]:
     """Imports the module of a target. Libraries lose a Ctrl-C there, or fail of it: some import others in a `try`."""
     with quiet(), interruptible():
-        return getattr(importlib.import_module(f"edge_qkv.export.{target}"), f"export_{target}")
+        return getattr(importlib.import_module(f"edge_qkv.export.{target}.exporter"), f"export_{target}")
 
 
 def _onnx(checkpoint: str, output: Path, *, prefill_chunk: int | None = None, **options) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The attention operator as every exported file names it: inputs, outputs and attributes in their order.
 
-What it computes is `edge_qkv.attention.attend`; the native kernel is `runtime/core/attention.h`.
+What it computes is `edge_qkv.attention.attend`; the native kernel is `runtime/attention/attention.h`.
 """
 
 from __future__ import annotations

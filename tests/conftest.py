@@ -188,7 +188,7 @@ def random_package(tmp_path_factory, made_once):
 
 @pytest.fixture(scope="session")
 def bundled_checkpoint() -> Path:
-    from edge_qkv.demo import CHECKPOINT
+    from edge_qkv.commands.demo import CHECKPOINT
 
     return CHECKPOINT
 

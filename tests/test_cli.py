@@ -17,7 +17,7 @@ import pytest
 from conftest import hears_ctrl_c
 from edge_qkv import Session
 from edge_qkv.cli import main
-from edge_qkv.inspection import _PARITY_NUMBERS
+from edge_qkv.commands.inspect import _PARITY_NUMBERS
 from samples import write_2606
 
 

@@ -33,7 +33,7 @@ def package(random_package) -> tuple[torch.nn.Module, Path]:
 def evaluated(monkeypatch) -> None:
     """Programs are opened by the evaluator."""
     needs("coreml")
-    from edge_qkv.export import coreml_evaluator
+    from edge_qkv.export.coreml.evaluator import interpreter as coreml_evaluator
 
     monkeypatch.setattr(coreml, "load_function", coreml_evaluator.load)
 

@@ -19,7 +19,7 @@ from edge_qkv import Model, Session
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.config import POSITIONS
 from edge_qkv.export import TARGETS
-from edge_qkv.export.onnx_stock import StockSession
+from edge_qkv.export.onnx.stock import StockSession
 from samples import QUERY_MODES_2510, VARIANTS_2606, write_2510, write_2606
 
 CAPACITY, CHUNK = 40, 16

@@ -13,11 +13,11 @@ import pytest
 
 from edge_qkv import InputError, Plan, _native
 from edge_qkv.cli import main
+from edge_qkv.commands.plan import devices
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import OverBudget
 from edge_qkv.export import TARGETS
 from edge_qkv.package import Package
-from edge_qkv.plan_command import devices
 from edge_qkv.planning import plan, plan_model
 from edge_qkv.presets import preset
 from edge_qkv.sizes import parse_size

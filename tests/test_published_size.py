@@ -77,7 +77,7 @@ def test_decodes_at_depth_0_and_32767(package, capsys):
 def test_core_ml_converts_it(tmp_path, capsys):
     """Three functions, one copy of the weights; the states are the cache."""
     needs("coreml")
-    from edge_qkv.export import coreml_evaluator
+    from edge_qkv.export.coreml.evaluator import interpreter as coreml_evaluator
 
     peak = _json("-c", EXPORT, tmp_path / "package", "coreml", MODEL)["peak"]
     made = Package.open(tmp_path / "package")
@@ -127,7 +127,7 @@ def test_it_runs_in_a_hard_limit_equal_to_its_budget(package, capsys):
 
 
 def test_restoring_replaces_a_prefill(package, capsys):
-    figures = _json("-m", "edge_qkv.bench.restore", package, "--tokens", CONTEXT - 1, "--repeats", 3, "--json")
+    figures = _json("-m", "edge_qkv.bench.package.restore", package, "--tokens", CONTEXT - 1, "--repeats", 3, "--json")
     with capsys.disabled():
         restore, prefill = figures["restore_ms"]["median"], figures["prefill_seconds"]
         saved = f"{figures['snapshot_bytes']:,} bytes in {restore:.0f} ms"
@@ -148,7 +148,7 @@ def test_executorch_beside_onnxruntime(package, packed, tmp_path, capsys, layers
     # Weights as a byte each and what the libraries make of them, of 22 layers 5.9 GB; measured of 4: 2.4 of 2.8.
     assert peak < 1.5e9 + 4 * config.parameters()
     packages = [package, lean] if layers == 22 else [lean]
-    figures = _json("-m", "edge_qkv.bench.engines", *packages, "--packed", packed, "--repeats", 1, "--json")
+    figures = _json("-m", "edge_qkv.bench.package.engines", *packages, "--packed", packed, "--repeats", 1, "--json")
     with capsys.disabled():
         print(f"\n1.2B Q-MQA for ExecuTorch, {layers} layers: exported with a peak of {peak:,} bytes")
         for column in figures["columns"]:

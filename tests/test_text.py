@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from edge_qkv.text import stream_text, until_stop
+from edge_qkv.tokenizer import stream_text, until_stop
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve café", "日本語テキスト", "👩‍👩‍👧 family 🎭", "a\n\tb", "שלום"])

@@ -11,14 +11,14 @@
 #include <mutex>
 #include <string>
 
+#include "attention/attention.h"
 #include "binding.h"
-#include "core/attention.h"
 #include "core/memory.h"
 #include "core/pressure.h"
 #include "core/session.h"
 #include "core/session_pool.h"
 #include "edge_qkv.h"
-#include "engines/engine.h"
+#include "engines/engines.h"
 #include "plan_api.h"
 
 using namespace edge_qkv;

@@ -5,7 +5,7 @@
 
 #include "core/plan.h"
 #include "edge_qkv.h"
-#include "engines/engine.h"
+#include "engines/engines.h"
 
 namespace edge_qkv {
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu.h"
+#include "attention/cpu.h"
 #include "error.h"
 
 namespace edge_qkv {

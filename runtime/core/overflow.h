@@ -5,7 +5,7 @@
 
 #include "cache.h"
 #include "edge_qkv.h"
-#include "engines/engine.h"
+#include "engine.h"
 
 namespace edge_qkv {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cache.h"
-#include "engines/engine.h"
+#include "engine.h"
 #include "overflow.h"
 #include "plan.h"
 #include "sampler.h"

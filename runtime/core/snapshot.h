@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cache.h"
-#include "engines/engine.h"
+#include "engine.h"
 #include "rows_file.h"
 
 namespace edge_qkv {

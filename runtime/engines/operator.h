@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "core/attention.h"
+#include "attention/attention.h"
 
 namespace edge_qkv {
 

@@ -10,7 +10,7 @@
 
 #include "core/error.h"
 #include "core/session.h"
-#include "engines/engine.h"
+#include "engines/engines.h"
 #include "engines/executorch/model_file.h"
 
 using namespace edge_qkv;

@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "core/attention.h"
-#include "core/cpu.h"
+#include "attention/attention.h"
+#include "attention/cpu.h"
 
 namespace edge_qkv {
 

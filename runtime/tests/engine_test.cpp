@@ -1,9 +1,8 @@
 // Which engine a path belongs to: by the model file of a package, by the ending of a file.
-#include "engines/engine.h"
-
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "engines/engines.h"
 #include "temporary.h"
 #include "test.h"
 

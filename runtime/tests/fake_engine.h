@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/engine.h"
 #include "core/error.h"
-#include "engines/engine.h"
 
 namespace edge_qkv::test {
 

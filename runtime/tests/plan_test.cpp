@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "engines/engine.h"
+#include "engines/engines.h"
 #include "test.h"
 
 using namespace edge_qkv;

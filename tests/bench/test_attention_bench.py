@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from edge_qkv import _native
-from edge_qkv.bench import attention, results
-from edge_qkv.bench.attention_problem import Missing
+from edge_qkv.bench import results
+from edge_qkv.bench.attention.command import command as attention
+from edge_qkv.bench.attention.problem import Missing
 
 NAMES = [contestant.name for contestant in attention.CONTESTANTS]
 QUICK = ("--depths", "16", "--threads", "1", "--repeats", "3", "--layers", "2")
@@ -28,7 +29,7 @@ def in_onnxruntime(monkeypatch):
 
 def test_every_operator_that_is_there_is_timed(tmp_path):
     options = ("--depths", "16", "130", "--threads", "1", "2", "--repeats", "2", "--layers", "2")
-    command = [sys.executable, "-m", "edge_qkv.bench.attention", *options, "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "edge_qkv.bench.attention.command", *options, "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     content = results.read(tmp_path, "attention")

@@ -16,9 +16,10 @@ import pytest
 
 from conftest import TINY, hears_ctrl_c, write_checkpoint
 from edge_qkv import EdgeQKVError, Package, Session, plan
-from edge_qkv.bench import figures, machine, results, shapes, speed
+from edge_qkv.bench import figures, machine, results, shapes
 from edge_qkv.bench.__main__ import main
-from edge_qkv.bench.measure import reachable
+from edge_qkv.bench.package import speed
+from edge_qkv.bench.package.command import reachable
 from edge_qkv.export import TARGETS
 
 BYTES = 2 * 8 * 4  # of the tiny model's cache, a token

@@ -10,9 +10,10 @@ import pytest
 
 from conftest import TINY
 from edge_qkv import EdgeQKVError, plan
-from edge_qkv.bench import results, variants
+from edge_qkv.bench import results
 from edge_qkv.bench.__main__ import main
-from edge_qkv.bench.random_package import random_package
+from edge_qkv.bench.package import variants
+from edge_qkv.bench.package.random import random_package
 from edge_qkv.presets import PRESETS, apply_variant
 
 CONFIG = replace(TINY, heads=8, head_dim=4, max_positions=64)

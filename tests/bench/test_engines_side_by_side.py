@@ -16,9 +16,9 @@ import pytest
 
 from conftest import hears_ctrl_c
 from edge_qkv import EdgeQKVError, Session
-from edge_qkv.bench import engines, page_cache
-from edge_qkv.bench.one_package import PREFILL, difference
-from edge_qkv.bench.speed import TOLERANCE
+from edge_qkv.bench.package import engines, page_cache
+from edge_qkv.bench.package.measurements import PREFILL, difference
+from edge_qkv.bench.package.speed import TOLERANCE
 from edge_qkv.export import TARGETS
 from edge_qkv.package import Package
 
@@ -185,7 +185,7 @@ def test_pages_of_files_are_dropped_and_read(tmp_path):
 
 @pytest.mark.parametrize("send", [os.kill, os.killpg])  # to it alone, and as a terminal does to all its processes
 def test_ctrl_c_ends_it_without_a_trace(tiny_package, send):
-    command = [sys.executable, "-m", "edge_qkv.bench.engines", str(tiny_package), "--repeats", "1000"]
+    command = [sys.executable, "-m", "edge_qkv.bench.package.engines", str(tiny_package), "--repeats", "1000"]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(command, start_new_session=True, preexec_fn=hears_ctrl_c, **pipes)
     for line in process.stderr:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from edge_qkv.bench.targets import HEAD, Target, as_table
+from edge_qkv.bench.peers.targets import HEAD, Target, as_table
 from edge_qkv.tables import table
 
 

@@ -23,11 +23,11 @@ from conftest import TINY, write_checkpoint
 from eager import Expected, expect, walk
 from edge_qkv import InputError
 from edge_qkv.checkpoints import Checkpoint, read_checkpoint
+from edge_qkv.commands.inspect import describe, inspect
 from edge_qkv.config import ModelConfig
 from edge_qkv.engines.coreml import StateCache
 from edge_qkv.export import TARGETS
 from edge_qkv.export.progress import quiet, silent
-from edge_qkv.inspection import describe, inspect
 from edge_qkv.model import Decoder, RMSNorm
 from edge_qkv.package import Package
 from edge_qkv.stored import plan_model, stored_as
@@ -35,7 +35,9 @@ from edge_qkv.stored import plan_model, stored_as
 with quiet():
     import coremltools as ct
 
-    from edge_qkv.export import coreml_evaluator, coreml_program, coreml_weights
+    from edge_qkv.export.coreml.evaluator import interpreter as coreml_evaluator
+    from edge_qkv.export.coreml.exporter import program as coreml_program
+    from edge_qkv.export.coreml.exporter import weights as coreml_weights
 
 CAPACITY, CHUNK = 40, 16
 SMALL = replace(TINY, layers=1, max_positions=CAPACITY)
@@ -186,7 +188,7 @@ def test_a_residual_stream_whose_squares_fp16_has_not(tmp_path):
     large = read.tensors["embedding.weight"]() * 2000
     assert large.abs().max() > 900  # the square of 256 is above the largest fp16
     source = replace(read, tensors={**read.tensors, "embedding.weight": lambda: large})
-    from edge_qkv.export.coreml import export_coreml
+    from edge_qkv.export.coreml.exporter import export_coreml
 
     export_coreml(source, tmp_path / "package", weights="fp16", prefill_chunk=CHUNK, run_parity=False)
     expected = _expected(source.load(), CAPACITY)
@@ -313,7 +315,7 @@ def test_equal_exports_have_equal_weights(checkpoint, tmp_path):
 
 
 def test_what_does_not_suit_the_neural_engine_is_reported(tmp_path):
-    from edge_qkv.export.coreml import misfits
+    from edge_qkv.export.coreml.exporter import misfits
 
     assert misfits(replace(TINY, vocab_size=64, head_dim=32, mlp_width=64), 32) == []
     assert misfits(replace(TINY, head_dim=62, vocab_size=50304, max_positions=32768), 40) == [
@@ -377,7 +379,7 @@ def test_wrong_options_are_named_before_any_work(checkpoint, tmp_path, monkeypat
         raise AssertionError("weights are read")
 
     with monkeypatch.context() as patch:
-        patch.setattr("edge_qkv.export.coreml_weights.load", work)
+        patch.setattr("edge_qkv.export.coreml.weights.load", work)
         with pytest.raises(InputError, match=words):
             _export(checkpoint, tmp_path / "package", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
@@ -385,7 +387,7 @@ def test_wrong_options_are_named_before_any_work(checkpoint, tmp_path, monkeypat
 
 @pytest.mark.parametrize("name", ["embedding.weight", "layers.0.mlp.down.weight", "layers.0.mlp_norm.weight"])
 def test_weights_that_are_not_finite_are_named(checkpoint, tmp_path, name):
-    from edge_qkv.export.coreml import export_coreml
+    from edge_qkv.export.coreml.exporter import export_coreml
 
     read: Checkpoint = read_checkpoint(str(checkpoint))
     tensor = read.tensors[name]().clone()

@@ -14,7 +14,7 @@ ct = pytest.importorskip("coremltools", reason="coremltools is not installed")
 
 from coremltools.converters.mil import Builder as mb  # noqa: E402
 
-from edge_qkv.export.coreml_evaluator import load  # noqa: E402
+from edge_qkv.export.coreml.evaluator.interpreter import load  # noqa: E402
 from ml_programs import convert, ints, random, save  # noqa: E402
 
 MODEL, WEIGHTS = "Data/com.apple.CoreML/model.mlmodel", "Data/com.apple.CoreML/weights/weight.bin"

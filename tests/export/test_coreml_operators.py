@@ -13,7 +13,7 @@ pytest.importorskip("coremltools", reason="coremltools is not installed")
 
 from coremltools.converters.mil import Builder as mb
 
-from edge_qkv.export.coreml_evaluator import load
+from edge_qkv.export.coreml.evaluator.interpreter import load
 from ml_programs import convert, ints, random, save
 
 X, Y, POSITIVE = random(2, 3, 4), random(2, 3, 4, seed=1), np.abs(random(2, 3, 4, seed=2)) + 0.1

@@ -72,7 +72,7 @@ def _altered(checkpoint: Path, name: str) -> Checkpoint:
 )
 def test_quantised_weights_are_those_of_torchao(random_package, tmp_path, config, weights, block, allowed):
     """Logits are those of the quantised decoder, run eagerly: its error, `allowed` of their deviation, is no other."""
-    from edge_qkv.export import executorch_weights
+    from edge_qkv.export.executorch.exporter import weights as executorch_weights
 
     decoder, package = random_package("executorch", config, weights=weights, block_size=block)
     exact = expect(decoder, config.max_positions)
@@ -113,7 +113,7 @@ class Writes(Decoder):
 
 @pytest.mark.parametrize("kind", [Decoder, Reads, Writes])
 def test_a_program_that_copies_a_cache_is_noticed(kind):
-    from edge_qkv.export import executorch_program
+    from edge_qkv.export.executorch.exporter import program as executorch_program
 
     decoder = kind(SMALL, executorch_program.attend)
     if kind is Decoder:
@@ -132,7 +132,7 @@ def test_the_plan_knows_the_sizes_before_the_export(bundled_package, bundled_che
     if weights == "8da4w":
         package, manifest = bundled_package(weights, "executorch")
     else:
-        from edge_qkv.export.executorch import export_executorch
+        from edge_qkv.export.executorch.exporter import export_executorch
 
         whole, package = read_checkpoint(str(bundled_checkpoint)), tmp_path / "package"
         first = replace(whole, config=replace(whole.config, layers=1))
@@ -195,7 +195,7 @@ def test_wrong_options_are_named_before_any_work(checkpoint, tmp_path, monkeypat
         raise AssertionError("weights are read")
 
     with monkeypatch.context() as patch:
-        patch.setattr("edge_qkv.export.executorch_weights.load", work)
+        patch.setattr("edge_qkv.export.executorch.weights.load", work)
         with pytest.raises(InputError, match=words):
             _export(checkpoint, tmp_path / "package", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
@@ -210,7 +210,7 @@ def test_a_call_takes_no_more_tokens_than_buffers_can_be_planned_for(tmp_path):
 @pytest.mark.parametrize("weights", ["fp32", "8da8w"])
 @pytest.mark.parametrize("name", ["embedding.weight", "layers.0.mlp.down.weight", "layers.0.mlp_norm.weight"])
 def test_weights_that_are_not_finite_are_named(checkpoint, tmp_path, weights, name):
-    from edge_qkv.export.executorch import export_executorch
+    from edge_qkv.export.executorch.exporter import export_executorch
 
     with pytest.raises(InputError, match=f"^{name} holds values that are not finite"):
         export_executorch(_altered(checkpoint, name), tmp_path / "package", weights=weights, run_parity=False)

@@ -15,8 +15,8 @@ import torch
 import gguf_variants
 from edge_qkv import InputError, package
 from edge_qkv.checkpoints import read_checkpoint
+from edge_qkv.commands.inspect import inspect
 from edge_qkv.export import TARGETS
-from edge_qkv.inspection import inspect
 from edge_qkv.stored import plan_model, stored_as
 from gguf_graphs import File
 from gguf_variants import GPT, LLAMA, PLAIN, VARIANTS
@@ -144,7 +144,7 @@ def test_rows_that_are_no_whole_blocks_stay_float(written):
 
 
 def test_values_beyond_fp16_are_named(tmp_path):
-    from edge_qkv.export.gguf import export_gguf
+    from edge_qkv.export.gguf.exporter import export_gguf
 
     checkpoint = read_checkpoint(str(gguf_variants.write(tmp_path / "checkpoint", LLAMA)))
     name = "layers.1.mlp.up.weight"
@@ -157,7 +157,7 @@ def test_values_beyond_fp16_are_named(tmp_path):
 
 @pytest.mark.parametrize("weights", ["f32", "q4_0"])
 def test_weights_that_are_not_finite_are_named(tmp_path, weights):
-    from edge_qkv.export.gguf import export_gguf
+    from edge_qkv.export.gguf.exporter import export_gguf
 
     checkpoint = read_checkpoint(str(gguf_variants.write(tmp_path / "checkpoint", LLAMA)))
     name = "layers.1.attention.key.weight"
@@ -328,7 +328,7 @@ def test_what_llama_cpps_tokenizer_has_not_is_named(tmp_path, bytes_tokenizer, c
 )
 def test_a_model_that_llama_cpp_has_not_is_refused_before_any_work(tmp_path, monkeypatch, fields, words):
     checkpoint = gguf_variants.write(tmp_path / "checkpoint", replace(LLAMA, **fields))
-    monkeypatch.setattr("edge_qkv.export.gguf.write_package", None)
+    monkeypatch.setattr("edge_qkv.export.gguf.exporter.write_package", None)
     with pytest.raises(InputError, match=rf"^--target gguf: llama\.cpp has {words}.*; export to onnx or executorch$"):
         _export(checkpoint, tmp_path / "package")
 
@@ -350,7 +350,7 @@ def test_a_window_that_hides_nothing_is_no_window(written):
 )
 def test_wrong_options_are_named_before_any_work(tmp_path, monkeypatch, options, words):
     checkpoint = gguf_variants.write(tmp_path / "checkpoint", LLAMA)
-    monkeypatch.setattr("edge_qkv.export.gguf.write_package", None)
+    monkeypatch.setattr("edge_qkv.export.gguf.exporter.write_package", None)
     with pytest.raises(InputError, match=words):
         _export(checkpoint, tmp_path / "package", **options)
 

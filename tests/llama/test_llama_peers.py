@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from conftest import TINY
-from edge_qkv.bench import peers, results, speed
+from edge_qkv.bench import results
 from edge_qkv.bench.__main__ import main
-from edge_qkv.bench.peer_engines import open_peer
-from edge_qkv.bench.random_package import random_package
+from edge_qkv.bench.package import speed
+from edge_qkv.bench.package.random import random_package
+from edge_qkv.bench.peers.command import command as peers
+from edge_qkv.bench.peers.engines import open_peer
 
 CONFIG = replace(TINY, heads=8, head_dim=16, width=128, mlp_width=64, max_positions=512, positions="learned")
 CONFIG = replace(CONFIG, norm="layernorm", norm_bias=True, mlp="gelu")

@@ -11,7 +11,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import gguf_variants
-from edge_qkv.export import TARGETS, gguf_tokenizer
+from edge_qkv.export import TARGETS
+from edge_qkv.export.gguf.exporter import tokenizer as gguf_tokenizer
 from gguf_variants import LLAMA
 from llama_file import opened
 

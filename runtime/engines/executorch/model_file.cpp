@@ -1,6 +1,6 @@
 #include "model_file.h"
 
-#include "engines/metadata.h"
+#include "core/description.h"
 #include "pte_file.h"
 
 namespace edge_qkv::et {

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "engines/engine.h"
+#include "core/engine.h"
 
 namespace edge_qkv::et {
 

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "core/attention.h"
+#include "attention/attention.h"
 #include "engines/operator.h"
 #include "ort_api.h"
 

@@ -6,9 +6,9 @@
 //   attributes: num_heads, kv_heads, scale, rotary ("none", "conjugate", "on_read"), rotary_dim, window,
 //               sinks
 //
-// Shapes and meaning are those of core/attention.h; there are scales where the cache is int8. A cache,
-// and likewise its scales, is updated in place where its input and output are one buffer; otherwise its
-// valid rows are copied first and rows >= past + T are left undefined.
+// Shapes and meaning are those of attention/attention.h; there are scales where the cache is int8. A
+// cache, and likewise its scales, is updated in place where its input and output are one buffer;
+// otherwise its valid rows are copied first and rows >= past + T are left undefined.
 #pragma once
 
 #include "ort_api.h"

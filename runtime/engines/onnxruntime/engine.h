@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "engines/engine.h"
+#include "engines/engines.h"
 
 namespace edge_qkv::ort {
 

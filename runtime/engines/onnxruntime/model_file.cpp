@@ -2,8 +2,8 @@
 
 #include <map>
 
+#include "core/description.h"
 #include "core/error.h"
-#include "engines/metadata.h"
 #include "onnx_file.h"
 
 namespace edge_qkv::ort {

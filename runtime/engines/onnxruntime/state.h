@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "engines/engine.h"
+#include "core/engine.h"
 #include "handles.h"
 #include "library.h"
 #include "model_file.h"

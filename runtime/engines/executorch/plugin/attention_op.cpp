@@ -12,7 +12,7 @@
 #include <functional>
 #include <memory>
 
-#include "core/attention.h"
+#include "attention/attention.h"
 #include "engines/operator.h"
 #include "log.h"
 

@@ -1,0 +1,1 @@
+"""The attention operator alone, beside those of other engines."""

@@ -1,0 +1,1 @@
+"""The whole model beside other engines, in one run in which they take turns."""

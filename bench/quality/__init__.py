@@ -1,0 +1,1 @@
+"""Variants trained small and ranked by perplexity."""

@@ -1,0 +1,1 @@
+"""Core ML packages: the program, its weights, and an evaluator that runs it in NumPy."""

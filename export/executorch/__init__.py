@@ -1,0 +1,1 @@
+"""ExecuTorch packages: the program and the weights as torchao stores them."""

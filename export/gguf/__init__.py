@@ -1,0 +1,1 @@
+"""GGUF packages: which of llama.cpp's architectures expresses a model, and its tokenizer."""
