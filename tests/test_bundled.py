@@ -98,7 +98,7 @@ def test_perplexity_with_8_bits_for_executorch_stays_near_fp32(checkpoint, decod
     """Of the decoder whose weights are stored so: lowering a second one takes minutes, and test_executorch.py shows
     that a program computes what that decoder does."""
     needs("executorch")
-    from edge_qkv.export.executorch.exporter import weights as executorch_weights
+    from edge_qkv.export.executorch import weights as executorch_weights
 
     how = stored_as("executorch", "8da8w", None)[1]
     quantised = executorch_weights.load(checkpoint, attention.attend, how, silent)

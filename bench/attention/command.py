@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from edge_qkv.bench import machine, plots, report
-from edge_qkv.bench.attention.command import executorch as attention_executorch
-from edge_qkv.bench.attention.command import onnx as attention_onnx
+from edge_qkv.bench.attention import executorch as attention_executorch
+from edge_qkv.bench.attention import onnx as attention_onnx
 from edge_qkv.bench.attention.problem import HEAD_DIM, HEADS, Bound, Contestant, Missing, check, make_problem
 from edge_qkv.bench.common import add_output, command_line, prepare_output, run, say
 from edge_qkv.bench.figures import figure, written

@@ -22,7 +22,7 @@ from edge_qkv.bench.figures import figure, rate
 from edge_qkv.bench.package import speed
 from edge_qkv.bench.package.command import checked_depths
 from edge_qkv.bench.package.random import default_directory, named_config, random_package
-from edge_qkv.bench.peers.command import report as peers_report
+from edge_qkv.bench.peers import report as peers_report
 from edge_qkv.bench.peers.process import PeerDied, PeerProcess
 from edge_qkv.bench.peers.report import NO_FLASH, OURS, OURS_TOO
 from edge_qkv.bench.peers.rounding import perplexity_change

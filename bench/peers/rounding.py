@@ -46,7 +46,7 @@ def _of_file_form(target: str, weights: str, directory: Path) -> float:
     from edge_qkv import package
     from edge_qkv.checkpoints import read_checkpoint
     from edge_qkv.export import parity
-    from edge_qkv.export.gguf.exporter import exporter as gguf
+    from edge_qkv.export.gguf import exporter as gguf
     from edge_qkv.recipe import HELD_TEXT
 
     say(f"perplexity of the bundled model rounded as in a GGUF file of {weights}")

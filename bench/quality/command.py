@@ -21,7 +21,7 @@ from typing import Any
 from edge_qkv import InputError, ModelConfig, corpus, files
 from edge_qkv.bench import machine, plots, report
 from edge_qkv.bench.common import PROGRAM, command_line, prepare_output, run, say
-from edge_qkv.bench.quality.command import ranking
+from edge_qkv.bench.quality import ranking
 from edge_qkv.bench.results import Result
 from edge_qkv.checks import thread_count, whole
 from edge_qkv.config import POSITIONS

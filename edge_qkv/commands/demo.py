@@ -12,7 +12,7 @@ from edge_qkv.errors import EdgeQKVError, InputError
 from edge_qkv.planning import plan
 from edge_qkv.tables import size, table
 
-CHECKPOINT = Path(__file__).parent / "bundled"
+CHECKPOINT = Path(__file__).parents[1] / "bundled"
 CONTEXT = 32768
 PACKAGES = (("onnx", "int4"), ("onnx", "int8"), ("executorch", "8da4w"))  # target and weights
 

@@ -16,9 +16,9 @@ from edge_qkv.config import ModelConfig
 from edge_qkv.engines.coreml import StateCache
 from edge_qkv.errors import InputError
 from edge_qkv.export import operator, parity
+from edge_qkv.export.coreml import program as coreml_program
+from edge_qkv.export.coreml import weights as coreml_weights
 from edge_qkv.export.coreml.evaluator import interpreter as coreml_evaluator
-from edge_qkv.export.coreml.exporter import program as coreml_program
-from edge_qkv.export.coreml.exporter import weights as coreml_weights
 from edge_qkv.export.packaging import Runner, Stored, check_cache, check_space, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.package import MODEL_FILES, Package

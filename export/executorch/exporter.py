@@ -12,8 +12,8 @@ from edge_qkv import _native
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.errors import InputError
 from edge_qkv.export import operator
-from edge_qkv.export.executorch.exporter import program as executorch_program
-from edge_qkv.export.executorch.exporter import weights as executorch_weights
+from edge_qkv.export.executorch import program as executorch_program
+from edge_qkv.export.executorch import weights as executorch_weights
 from edge_qkv.export.packaging import Runner, Stored, check_cache, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.package import MODEL_FILES

@@ -20,9 +20,9 @@ from edge_qkv.attention import FP16_MAX
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.errors import InputError
 from edge_qkv.export import operator
+from edge_qkv.export.gguf import latent as gguf_latent
+from edge_qkv.export.gguf import tokenizer as gguf_tokenizer
 from edge_qkv.export.gguf.architectures import Mapping, Tensor
-from edge_qkv.export.gguf.exporter import latent as gguf_latent
-from edge_qkv.export.gguf.exporter import tokenizer as gguf_tokenizer
 from edge_qkv.export.packaging import Runner, Stored, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.package import MODEL_FILES

@@ -20,8 +20,8 @@ from edge_qkv import attention, files
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.errors import InputError
 from edge_qkv.export import parity
-from edge_qkv.export.onnx.exporter import graph as onnx_graph
-from edge_qkv.export.onnx.exporter import weights as onnx_weights
+from edge_qkv.export.onnx import graph as onnx_graph
+from edge_qkv.export.onnx import weights as onnx_weights
 from edge_qkv.export.onnx.weights import Pieces, Recipe
 from edge_qkv.export.packaging import Runner, Stored, check_cache, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from edge_qkv.attention import CACHE_DTYPE
 from edge_qkv.config import ModelConfig
 from edge_qkv.export import operator
-from edge_qkv.export.onnx.exporter import function as onnx_function
+from edge_qkv.export.onnx import function as onnx_function
 from edge_qkv.export.progress import quiet
 from edge_qkv.model import Decoder
 

@@ -11,7 +11,7 @@ import pytest
 
 from edge_qkv import _native
 from edge_qkv.bench import results
-from edge_qkv.bench.attention.command import command as attention
+from edge_qkv.bench.attention import command as attention
 from edge_qkv.bench.attention.problem import Missing
 
 NAMES = [contestant.name for contestant in attention.CONTESTANTS]

@@ -18,8 +18,8 @@ from edge_qkv.bench import results
 from edge_qkv.bench.__main__ import main
 from edge_qkv.bench.package import speed
 from edge_qkv.bench.package.random import random_package
-from edge_qkv.bench.peers.command import command as peers
-from edge_qkv.bench.peers.command import report as peers_report
+from edge_qkv.bench.peers import command as peers
+from edge_qkv.bench.peers import report as peers_report
 from edge_qkv.bench.peers.engines import open_peer
 from edge_qkv.bench.peers.process import PeerProcess
 

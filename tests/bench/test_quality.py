@@ -12,8 +12,8 @@ import pytest
 
 from edge_qkv.bench import report, results
 from edge_qkv.bench.__main__ import main
-from edge_qkv.bench.quality.command import command as quality
-from edge_qkv.bench.quality.command import ranking
+from edge_qkv.bench.quality import command as quality
+from edge_qkv.bench.quality import ranking
 from edge_qkv.checkpoints import read_checkpoint
 
 SMALL = "--steps 4 --batch 2 --context 16 --warmup 1 --layers 1 --width 48 --heads 8 --vocab-size 300 --held-out 0.1"

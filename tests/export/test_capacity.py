@@ -14,7 +14,7 @@ import pytest
 from conftest import TINY, write_checkpoint
 from edge_qkv import InputError, Session, _native
 from edge_qkv.export import TARGETS
-from edge_qkv.export.onnx.exporter import stock as onnx_stock
+from edge_qkv.export.onnx import stock as onnx_stock
 from edge_qkv.package import Package
 
 CUT = 40

@@ -35,9 +35,9 @@ from edge_qkv.stored import plan_model, stored_as
 with quiet():
     import coremltools as ct
 
+    from edge_qkv.export.coreml import program as coreml_program
+    from edge_qkv.export.coreml import weights as coreml_weights
     from edge_qkv.export.coreml.evaluator import interpreter as coreml_evaluator
-    from edge_qkv.export.coreml.exporter import program as coreml_program
-    from edge_qkv.export.coreml.exporter import weights as coreml_weights
 
 CAPACITY, CHUNK = 40, 16
 SMALL = replace(TINY, layers=1, max_positions=CAPACITY)

@@ -72,7 +72,7 @@ def _altered(checkpoint: Path, name: str) -> Checkpoint:
 )
 def test_quantised_weights_are_those_of_torchao(random_package, tmp_path, config, weights, block, allowed):
     """Logits are those of the quantised decoder, run eagerly: its error, `allowed` of their deviation, is no other."""
-    from edge_qkv.export.executorch.exporter import weights as executorch_weights
+    from edge_qkv.export.executorch import weights as executorch_weights
 
     decoder, package = random_package("executorch", config, weights=weights, block_size=block)
     exact = expect(decoder, config.max_positions)
@@ -113,7 +113,7 @@ class Writes(Decoder):
 
 @pytest.mark.parametrize("kind", [Decoder, Reads, Writes])
 def test_a_program_that_copies_a_cache_is_noticed(kind):
-    from edge_qkv.export.executorch.exporter import program as executorch_program
+    from edge_qkv.export.executorch import program as executorch_program
 
     decoder = kind(SMALL, executorch_program.attend)
     if kind is Decoder:

@@ -18,8 +18,8 @@ from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
 from edge_qkv.export import TARGETS
+from edge_qkv.export.onnx import stock as onnx_stock
 from edge_qkv.export.onnx.exporter import export_onnx
-from edge_qkv.export.onnx.exporter import stock as onnx_stock
 from edge_qkv.export.onnx.function import OUTPUTS
 from edge_qkv.export.operator import INPUTS
 from edge_qkv.export.quantize import dequantize, quantize

@@ -13,7 +13,7 @@ from edge_qkv.bench import results
 from edge_qkv.bench.__main__ import main
 from edge_qkv.bench.package import speed
 from edge_qkv.bench.package.random import random_package
-from edge_qkv.bench.peers.command import command as peers
+from edge_qkv.bench.peers import command as peers
 from edge_qkv.bench.peers.engines import open_peer
 
 CONFIG = replace(TINY, heads=8, head_dim=16, width=128, mlp_width=64, max_positions=512, positions="learned")

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 import gguf_variants
 from edge_qkv.export import TARGETS
-from edge_qkv.export.gguf.exporter import tokenizer as gguf_tokenizer
+from edge_qkv.export.gguf import tokenizer as gguf_tokenizer
 from gguf_variants import LLAMA
 from llama_file import opened
 
