@@ -64,6 +64,14 @@ def test_training_learns_and_writes_a_checkpoint(data, tmp_path, capsys):
     )
 
 
+@pytest.fixture(autouse=True)
+def not_in_the_background():
+    """A shell ignores SIGINT for what it runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def stop_at(monkeypatch, step: int, *signals: int) -> None:
     """Sends this process signals in the middle of a step."""
     calls, real = 0, torch.nn.utils.clip_grad_norm_

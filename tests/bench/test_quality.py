@@ -105,7 +105,7 @@ def test_other_settings_are_refused_before_anything_is_trained(trained, text, tm
 
 
 def test_stopped_and_gone_on_with_it_is_what_one_run_gives(trained, text, tmp_path, monkeypatch, capsys):
-    """Ctrl-C in the middle of a step of the second model; then the rest, and then models that were left out."""
+    """Ended in the middle of a step of the second model; then the rest, and then models that were left out."""
     import torch
 
     real, calls = torch.nn.utils.clip_grad_norm_, 0
@@ -114,7 +114,7 @@ def test_stopped_and_gone_on_with_it_is_what_one_run_gives(trained, text, tmp_pa
         nonlocal calls
         calls += 1
         if calls == 6:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
         return real(*arguments)
 
     output = tmp_path / "stopped"
