@@ -28,6 +28,7 @@ from tqdm import tqdm
 from edge_qkv import files
 from edge_qkv.errors import InputError
 from edge_qkv.model import Decoder
+from edge_qkv.processors import processors
 from edge_qkv.recipe import HELD_TEXT, Recipe, small_config
 
 END_OF_TEXT = "<|endoftext|>"  # separates documents in the data file
@@ -107,6 +108,7 @@ def train(data: Path, output: Path, recipe: Recipe, model_options: dict, vocab_s
             f"{len(held)} held out (--held-out is {recipe.held_out})"
         )
 
+    torch.set_num_threads(min(torch.get_num_threads(), processors()))  # it knows nothing of quotas
     torch.manual_seed(recipe.seed)
     model = Decoder(config, dropout=recipe.dropout)
     model.init_weights(torch.Generator().manual_seed(recipe.seed))

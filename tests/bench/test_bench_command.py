@@ -21,6 +21,7 @@ from edge_qkv.bench.__main__ import main
 from edge_qkv.bench.package import speed
 from edge_qkv.bench.package.command import reachable
 from edge_qkv.export import TARGETS
+from edge_qkv.processors import processors
 
 BYTES = 2 * 8 * 4  # of the tiny model's cache, a token
 PARTS = {"load", "decode", "prefill", "first_token", "threads", "restore"}
@@ -104,7 +105,7 @@ def test_the_result_has_all_parts_and_exact_cache_bytes(measured, tiny_package):
 
 def test_the_machine_is_described(measured):
     found = results.read(measured[0], "package")["machine"]
-    assert found["cores"] == machine.cores() and found["memory"] > 1 << 26
+    assert found["cores"] == processors() and found["memory"] > 1 << 26
     assert found["processor"] and found["instruction_set"] and found["date"].endswith("+00:00")
     arm = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd05\n"
     assert machine.processor(f"{arm}{arm}{arm.replace('0xd05', '0xd0b')}") == "2 x Cortex-A55, 1 x Cortex-A76"
