@@ -16,7 +16,7 @@ COMMANDS = {
     "engines": "edge_qkv.bench.package.engines",
     "peers": "edge_qkv.bench.peers.command",
     "quality": "edge_qkv.bench.quality.command",
-    "restore": "edge_qkv.bench.package.restore",
+    "restore": "edge_qkv.bench.package.snapshots",
     "variants": "edge_qkv.bench.package.variants",
 }
 
