@@ -42,6 +42,7 @@ examples:
   edge-qkv bench 1.2B/Q-MQA --target executorch   a published size with random weights, exported first (needs torch)
   edge-qkv bench compare a/bench.json b/bench.json    results of several devices or packages in one table and plot
   edge-qkv bench variants 1.2B                    what sharing keys and values saves: cache bytes and decode speed
+  edge-qkv bench quality                          what sharing costs: perplexity of small models, trained alike
   edge-qkv bench engines onnx executorch          packages side by side, taking turns
   edge-qkv bench peers                            a model of 1.2B beside llama.cpp and ONNX Runtime alone, and targets
   edge-qkv bench attention                        the attention operator beside ONNX Runtime's and ExecuTorch's

@@ -54,8 +54,8 @@ def decode(session: Session, depth: int, repeats: int, limit: float) -> tuple[li
             found, again = _run(session, depth, count)
             if again != decoded:
                 raise EdgeQKVError(
-                    f"{session.model.package.path}: decoded {again} at depth {depth:,} after {decoded} at the same depth, "
-                    "so its speed means nothing"
+                    f"{session.model.package.path}: decoded {again} at depth {depth:,} after {decoded} at the same "
+                    "depth, so its speed means nothing"
                 )
             times += found
         return median(times) * 1e3

@@ -84,9 +84,10 @@ contestants, each a process of its own that waits while the others have their tu
 
 The cache is filled with noise up to a depth. Decoding is greedy; "x" is how many times as long as the first it takes,
 the median of the rounds (least..most). An engine whose tokens take longer than --seconds at a depth is not measured
-deeper, and a prompt that would take longer than --prompt-seconds is left out: nothing is extrapolated. Each engine reads
-what it has decoded once more as a chunk, and ends the benchmark where it then says something else. Engines that are not
-installed are left out, with a note. Long prompts are for those of the same weights. Packages stay in --directory.
+deeper, and a prompt that would take longer than --prompt-seconds is left out: nothing is extrapolated. Each engine
+reads what it has decoded once more as a chunk, and ends the benchmark where it then says something else. Engines that
+are not installed are left out, with a note. Long prompts are for those of the same weights. Packages stay in
+--directory.
 
 examples:
   edge-qkv bench peers --output peers             the 1.2B configuration: 40 minutes, 6 GB of packages, 16 GB of memory
@@ -125,9 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_output(parser, "bench.json and bench.md")
     add_measuring(parser, 5, "rounds")
     add("--seconds", type=float, default=SECONDS, help="after which no round is added; default: %(default)s")
-    add(
-        "--prompt-seconds", type=float, default=PROMPT_SECONDS, help="most that a prompt may take; default: %(default)s"
-    )
+    add("--prompt-seconds", type=float, default=PROMPT_SECONDS, help="most for one prompt; default: %(default)s")
     add("--depths", type=int, nargs="+", metavar="N", help=f"tokens in the cache; default: {_listed(DEPTHS)}")
     add("--prompts", type=int, nargs="*", metavar="N", help=f"tokens of the prompts; default: {_listed(PROMPTS)}")
     add("--only", nargs="+", metavar="NAME", help="contestants whose name holds one of these words")

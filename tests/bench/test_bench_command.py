@@ -19,7 +19,7 @@ import pytest
 from conftest import TINY, hears_ctrl_c, write_checkpoint
 from edge_qkv import EdgeQKVError, Package, Session, plan
 from edge_qkv.bench import figures, machine
-from edge_qkv.bench.__main__ import main
+from edge_qkv.bench.__main__ import COMMANDS, main
 from edge_qkv.bench.package import speed
 from edge_qkv.bench.package.command import reachable
 from edge_qkv.export import TARGETS
@@ -165,6 +165,16 @@ def test_the_base_install_is_enough(tiny_package, tmp_path):
 def test_every_field_of_the_committed_results_is_described(name):
     kind = json.loads((MEASURED / name / "bench.json").read_text())["kind"]
     assert bench_results.read(MEASURED / name, kind)["complete"]
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_every_command_has_its_help(name, capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        main([*filter(None, [name]), "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: {f'edge-qkv bench {name}'.strip()} [-h]")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert f"edge-qkv bench {name}" in capsys.readouterr().out.partition("sections")[0]
 
 
 # ---- compare ----
