@@ -169,7 +169,7 @@ def test_every_field_of_the_committed_results_is_described(name):
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
 def test_every_command_has_its_help(name, capsys):
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main([*filter(None, [name]), "--help"])
     assert capsys.readouterr().out.startswith(f"usage: {f'edge-qkv bench {name}'.strip()} [-h]")
     with pytest.raises(SystemExit):
