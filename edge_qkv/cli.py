@@ -14,18 +14,11 @@ from pathlib import Path
 from edge_qkv import __version__
 from edge_qkv.commands import plan as plan_command
 from edge_qkv.commands import run as run_command
-from edge_qkv.config import CACHE_BYTES, POSITIONS, QUERY
+from edge_qkv.config import CACHE_BYTES, POSITIONS
 from edge_qkv.errors import Cancelled, EdgeQKVError, InputError
-from edge_qkv.stored import (
-    BLOCK_SIZES,
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_COREML_BLOCK,
-    DEFAULT_COREML_CHUNK,
-    DEFAULT_GROUP_SIZE,
-    DEFAULT_PREFILL_CHUNK,
-    STORAGE,
-    WEIGHTS,
-)
+from edge_qkv.formats import Weights
+from edge_qkv.layer import QUERY
+from edge_qkv.targets import BLOCK_SIZES, TARGETS, WEIGHTS, named
 
 _EXAMPLES = """\
 examples:
@@ -66,12 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(arguments: argparse.Namespace) -> None:
     _need("torch", "export")
     from edge_qkv.commands.inspect import describe, inspect
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
     from edge_qkv.export.progress import Bar
 
     bar = Bar()
     try:
-        manifest = TARGETS[arguments.target](
+        manifest = export_package(
+            arguments.target,
             arguments.checkpoint,
             arguments.output,
             weights=arguments.weights,
@@ -93,19 +87,19 @@ def _export(arguments: argparse.Namespace) -> None:
         return
     print(describe(str(arguments.output), inspect(str(arguments.output))))
     prompt = "--prompt TEXT" if "tokenizer.json" in manifest["files"] else "--tokens 1,2,3"
-    where = " on a Mac" if arguments.target == "coreml" else ""
+    runs_on = TARGETS[arguments.target].runs_on
+    where = f" {runs_on}" if runs_on else ""
     print(f"\nrun it{where}: edge-qkv run {arguments.output} {prompt}")
 
 
 def _pack(arguments: argparse.Namespace) -> None:
-    from edge_qkv.engines import HOSTED
     from edge_qkv.package import Package
     from edge_qkv.packing import is_packed, pack
     from edge_qkv.tables import size
 
     package = Package.open(arguments.package, verify=False)
     before = is_packed(package, arguments.output)
-    if not before and package.target not in HOSTED:  # those are refused
+    if not before and named(package.target).native:  # those are refused
         print(f"packing {arguments.package}: once for this processor", file=sys.stderr)
     folder = pack(arguments.package, arguments.output, arguments.threads)
     on_disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -208,8 +202,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    from edge_qkv.export import TARGETS
-
     add = parser.add_argument
     add("checkpoint", help="checkpoint file or directory, or random:PRESET for random weights")
     add("--target", default="onnx", choices=tuple(TARGETS), help="engine that is to run the package")
@@ -224,8 +216,8 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--block-size",
         type=int,
         choices=BLOCK_SIZES,
-        help="weights that share a scale, in onnx int4 and int8, executorch 8da4w and coreml int4; default: "
-        f"{DEFAULT_BLOCK_SIZE}, {DEFAULT_GROUP_SIZE} and {DEFAULT_COREML_BLOCK}",
+        help="weights that share a scale; default: "
+        + ", ".join(f"{how.default_block} in {t} {n}" for t, n, how in _weight_types() if how.default_block),
     )
     add(
         "--window",
@@ -241,8 +233,8 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--prefill-chunk",
         type=int,
         metavar="TOKENS",
-        help="most tokens of one call, which files for executorch and coreml fix; default: "
-        f"{DEFAULT_PREFILL_CHUNK} and {DEFAULT_COREML_CHUNK}",
+        help="most tokens of one call, where files fix it; default: "
+        + ", ".join(f"{known.prefill_chunk} for {name}" for name, known in TARGETS.items() if known.prefill_chunk),
     )
     add("--output", type=Path, required=True, help="package directory to write; replaced as a whole")
     add("--tokenizer", type=Path, help="tokenizer.json; default: the one beside the checkpoint")
@@ -253,7 +245,11 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 def _weights_of(target: str) -> list[str]:
     """The weight types of a target, with the names that they have in others."""
-    return [f"{name} ({how.also})" if how.also else name for name, how in STORAGE[target].weights.items()]
+    return [f"{name} ({how.also})" if how.also else name for name, how in TARGETS[target].weights.items()]
+
+
+def _weight_types() -> list[tuple[str, str, Weights]]:
+    return [(target, name, how) for target, known in TARGETS.items() for name, how in known.weights.items()]
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

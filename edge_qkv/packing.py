@@ -8,9 +8,9 @@ from pathlib import Path
 
 from edge_qkv import _native
 from edge_qkv.checks import thread_count
-from edge_qkv.engines import HOSTED
 from edge_qkv.errors import InputError
 from edge_qkv.package import Package
+from edge_qkv.targets import named
 
 
 def packed_directory() -> Path:
@@ -27,7 +27,7 @@ def pack(package: str | Path, directory: str | Path | None = None, threads: int 
     the memory of the weights. Returns the directory; raises `InputError`.
     """
     checked = Package.open(package, verify)
-    if checked.target in HOSTED:
+    if named(checked.target).hosted:
         raise InputError(f"{checked.path}: the engine of a {checked.target} package prepares its weights by itself")
     folder = Path(directory) if directory is not None else packed_directory()
     options = model_options(checked, folder, threads=threads)
@@ -38,7 +38,7 @@ def pack(package: str | Path, directory: str | Path | None = None, threads: int 
 def is_packed(package: str | Path | Package, directory: str | Path | bool | None = None) -> bool:
     """Whether `pack` has prepared the package for this processor in `directory` (None: `packed_directory()`)."""
     package = package if isinstance(package, Package) else Package.open(package, verify=False)
-    if package.target in HOSTED:
+    if named(package.target).hosted:
         return False
     packed, options = ctypes.c_int32(), model_options(package, directory)
     _native.call("eqkv_model_is_packed", os.fsencode(package.path), ctypes.byref(options), ctypes.byref(packed))

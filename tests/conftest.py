@@ -141,10 +141,10 @@ def tiny_checkpoint(tmp_path_factory, bytes_tokenizer) -> Path:
 @pytest.fixture(scope="session")
 def tiny_package(made_once, tiny_checkpoint) -> Path:
     """The tiny model as an ONNX package with fp32 weights and cache."""
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
 
     def export(output: Path) -> None:
-        TARGETS["onnx"](str(tiny_checkpoint), output, weights="fp32", cache="fp32")
+        export_package("onnx", str(tiny_checkpoint), output, weights="fp32", cache="fp32")
 
     return made_once("package/tiny", export)
 
@@ -152,10 +152,10 @@ def tiny_package(made_once, tiny_checkpoint) -> Path:
 @pytest.fixture(scope="session")
 def tiny_program(made_once, tiny_checkpoint) -> Path:
     """The tiny model as an ExecuTorch package with fp32 weights and an fp16 cache."""
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
 
     def export(output: Path) -> None:
-        TARGETS["executorch"](str(tiny_checkpoint), output, weights="fp32", cache="fp16", parity=False)
+        export_package("executorch", str(tiny_checkpoint), output, weights="fp32", cache="fp16", parity=False)
 
     needs("executorch")
     return made_once("program/tiny", export)
@@ -166,7 +166,7 @@ def random_package(tmp_path_factory, made_once):
     """random_package(target, config, cache, seed, chunk, **options) -> (the eager decoder, its package with fp32
     weights), each made once. chunk: the most tokens of a call, where the file fixes that."""
     from edge_qkv.checkpoints import read_checkpoint
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
 
     @functools.cache
     def checkpoint(config: ModelConfig, seed: int):
@@ -180,7 +180,7 @@ def random_package(tmp_path_factory, made_once):
             options["prefill_chunk"] = chunk
         path, decoder = checkpoint(config, seed)
         key = hashlib.sha256(repr((config, seed, sorted(options.items()))).encode()).hexdigest()[:16]
-        export = functools.partial(TARGETS[target], str(path), parity=False, **options)
+        export = functools.partial(export_package, target, str(path), parity=False, **options)
         return decoder, made_once(f"random-{key}/{target}", export)
 
     return make
@@ -196,12 +196,12 @@ def bundled_checkpoint() -> Path:
 @pytest.fixture(scope="session")
 def bundled_package(made_once, bundled_checkpoint):
     """bundled_package(weights, target) -> (package, manifest) of the bundled model, each exported once."""
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
     from edge_qkv.package import Package
 
     def package(weights: str, target: str = "onnx") -> tuple[Path, dict]:
         needs(target)
-        export = functools.partial(TARGETS[target], str(bundled_checkpoint), weights=weights)
+        export = functools.partial(export_package, target, str(bundled_checkpoint), weights=weights)
         path = made_once(f"bundled-{target}/{weights}", export)
         return path, Package.open(path, verify=False).manifest
 

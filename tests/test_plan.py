@@ -16,7 +16,7 @@ from edge_qkv.cli import main
 from edge_qkv.commands.plan import devices
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import OverBudget
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from edge_qkv.package import Package
 from edge_qkv.planning import plan, plan_model
 from edge_qkv.presets import preset
@@ -81,7 +81,7 @@ def test_the_formula_of_a_config_is_what_an_export_writes(tmp_path, name, weight
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     output = tmp_path / "package"
     checkpoint = f"random:{tmp_path / 'config.json'}"
-    TARGETS["onnx"](checkpoint, output, weights=weights, block_size=block, parity=False)
+    export_package("onnx", checkpoint, output, weights=weights, block_size=block, parity=False)
     found, info, options = _native.PlanModel(), _native.PlanInfo(), _native.PlanOptions(context=100)
     arguments = ctypes.byref(options), ctypes.byref(info), ctypes.byref(found)
     _native.call("eqkv_plan_package", os.fsencode(output), *arguments)

@@ -13,7 +13,7 @@ import torch
 
 from conftest import TINY, write_checkpoint
 from edge_qkv import ContextFull, InputError, Model, Sampling, Session
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 
 CONTEXT, CHUNK = 96, 16
 LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CONTEXT - 1, CONTEXT)
@@ -37,7 +37,7 @@ def packages(tmp_path_factory):
             folder = tmp_path_factory.mktemp("snapshot")
             config, cache = configs[name]
             checkpoint = write_checkpoint(folder / "checkpoint", config)
-            TARGETS["onnx"](str(checkpoint), folder / "package", weights="int4", cache=cache, parity=False)
+            export_package("onnx", str(checkpoint), folder / "package", weights="int4", cache=cache, parity=False)
             made[name] = folder / "package"
         return made[name]
 
@@ -109,7 +109,7 @@ def test_what_does_not_belong_is_refused_and_changes_nothing(packages, ids, tmp_
         session.save(file)
     good = file.read_bytes()
     other_weights = write_checkpoint(tmp_path / "checkpoint", TINY, seed=1)
-    TARGETS["onnx"](str(other_weights), tmp_path / "other", weights="int4", cache="fp16", parity=False)
+    export_package("onnx", str(other_weights), tmp_path / "other", weights="int4", cache="fp16", parity=False)
     for package, words in ((tmp_path / "other", "another model"), (packages("int8"), "another model")):
         with Session(package, context=CONTEXT) as session, pytest.raises(InputError, match=words):
             session.restore(file)

@@ -23,14 +23,14 @@ def demo(output: Path, prompt: str, max_tokens: int, threads: int) -> None:
     Each package runs in a process of its own, as it would on a device, so that its peak memory is its own
     and not the exporter's. ExecuTorch is left out where it is not installed.
     """
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
 
     columns = {}
     for target, weights in PACKAGES:
         package = output / f"shakespeare-{target}-{weights}"
         print(f"== export the bundled checkpoint to {target}, {weights} weights", flush=True)
         try:
-            manifest = TARGETS[target](str(CHECKPOINT), package, weights=weights)
+            manifest = export_package(target, str(CHECKPOINT), package, weights=weights)
         except InputError as error:
             if target != "executorch":
                 raise

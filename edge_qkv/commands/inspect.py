@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from edge_qkv.config import CACHE_BYTES, ModelConfig
 from edge_qkv.package import MANIFEST, Package
-from edge_qkv.stored import STORAGE, cache_bytes_per_token
 from edge_qkv.tables import size, table
+from edge_qkv.targets import cache_bytes_per_token, named
 
 _PARITY_NUMBERS = (
     "max_logit_error",
@@ -47,7 +47,7 @@ def inspect(path: str) -> dict[str, Any]:
         }
         facts |= {name: value for name in _OWN_FACTS if (value := manifest.get(name)) is not None}
         config = package.config
-        caches = STORAGE[package.target].caches
+        caches = named(package.target).caches
         per_token = {cache: cache_bytes_per_token(config, cache, package.target) for cache in caches}
     else:
         from edge_qkv.checkpoints import read_checkpoint
@@ -65,11 +65,10 @@ def inspect(path: str) -> dict[str, Any]:
     }
 
 
-def cache_table(config: ModelConfig, per_token: dict[str, int]) -> list[dict[str, int]]:
+def cache_table(config: ModelConfig, caches: Iterable[str]) -> list[dict[str, int]]:
     """Cache bytes at each context, beside the same model with a key and a value a head."""
-    full = replace(config, sharing="qkv", kv_heads=config.heads, query="projected")
     return [
-        {"context": n} | {cache: n * count for cache, count in per_token.items()} | {"qkv": full.cache_bytes(n)}
+        {"context": n} | {c: config.cache_bytes(n, c) for c in caches} | {"qkv": config.multi_head.cache_bytes(n)}
         for n in CONTEXTS
     ]
 
@@ -90,7 +89,7 @@ def describe(path: str, facts: dict[str, Any]) -> str:
     rows.append(
         ("tokenizer", "yes" if facts["tokenizer"] else "none: token ids only; export with --tokenizer to add one")
     )
-    rows += [(f"  {name}", value) for name, value in facts["config"].items()]
+    rows += _config_rows(facts["config"])
     lines = [f"{path}: {what}", *(f"{name:<18} {value}" for name, value in rows), ""]
     caches = [
         (
@@ -102,6 +101,24 @@ def describe(path: str, facts: dict[str, Any]) -> str:
     ]
     lines.append(table(caches, ("cache bytes", *facts["cache_bytes_per_token"], "QKV/this, fp16")))
     return "\n".join(lines)
+
+
+def _config_rows(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a config, those of its kinds of layers below their names."""
+    for name, value in config.items():
+        if name != "kinds":
+            yield f"  {name}", value
+    for name, spec in config["kinds"].items():
+        yield f"  layers {name}", ""
+        yield from ((f"    {field}", _written(value)) for field, value in spec.items())
+
+
+def _written(value: Any) -> Any:
+    """A list of numbers may have hundreds of them."""
+    if not isinstance(value, list):
+        return value
+    text = ", ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(value)} numbers)"
 
 
 def _listed(fact: Any) -> Any:

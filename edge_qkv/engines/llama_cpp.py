@@ -28,7 +28,8 @@ from edge_qkv.engines import ModelOptions
 from edge_qkv.engines.hosted import HostedModel, refuse_options
 from edge_qkv.engines.llama_state import Layout
 from edge_qkv.errors import Cancelled, EdgeQKVError, InputError, one_line
-from edge_qkv.package import MODEL_FILES, Package
+from edge_qkv.package import Package
+from edge_qkv.targets import named
 
 _TYPES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16)}
 _ALL = -1  # to the end, of a range of positions
@@ -146,7 +147,7 @@ class _Model:
 
     def __init__(self, package: Package) -> None:
         self._llama = llama = _library()
-        self.path = path = package.path / MODEL_FILES["gguf"]
+        self.path = path = package.path / named("gguf").model_file
         params = llama.llama_model_default_params()
         params.n_gpu_layers, params.use_extra_bufts = 0, False
         self.pointer, said = _logged(

@@ -25,10 +25,9 @@ from edge_qkv.export.gguf import tokenizer as gguf_tokenizer
 from edge_qkv.export.gguf.architectures import Mapping, Tensor
 from edge_qkv.export.packaging import Runner, Stored, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
-from edge_qkv.package import MODEL_FILES
-from edge_qkv.stored import cache_bytes_per_token, stored_as
+from edge_qkv.targets import cache_bytes_per_token, named, stored_as
 
-MODEL = MODEL_FILES["gguf"]
+MODEL = named("gguf").model_file
 _F32, _F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
 _Q8_0, _Q4_0 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0
 # The type of each role of a tensor. Head and embedding have 8 bits beside layers of 4, as in the other targets.

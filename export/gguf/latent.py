@@ -27,7 +27,7 @@ import numpy as np
 from edge_qkv.config import ModelConfig
 from edge_qkv.export.gguf import architectures as dense
 from edge_qkv.export.gguf.architectures import Mapping, Read, Tensor
-from edge_qkv.stored import gguf_keeps_one_row
+from edge_qkv.targets import gguf_keeps_one_row
 
 _SMALL = 2.0**-60
 

@@ -20,7 +20,7 @@ from edge_qkv.bench import figures, machine, results, shapes
 from edge_qkv.bench.__main__ import main
 from edge_qkv.bench.package import speed
 from edge_qkv.bench.package.command import reachable
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 
 BYTES = 2 * 8 * 4  # of the tiny model's cache, a token
 PARTS = {"load", "decode", "prefill", "first_token", "threads", "restore"}
@@ -227,7 +227,7 @@ def altered(tiny_checkpoint, tmp_path_factory) -> Path:
     name = next(n for n in weights if n.endswith("mlp.down.weight"))
     save_file(weights | {name: -weights[name]}, folder / "model.safetensors")
     output = folder.with_name("altered")
-    TARGETS["onnx"](str(folder), output, weights="fp32", cache="fp32", parity=False)
+    export_package("onnx", str(folder), output, weights="fp32", cache="fp32", parity=False)
     return output
 
 

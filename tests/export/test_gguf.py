@@ -16,7 +16,7 @@ import gguf_variants
 from edge_qkv import InputError, package
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.commands.inspect import inspect
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from edge_qkv.stored import plan_model, stored_as
 from gguf_graphs import File
 from gguf_variants import GPT, LLAMA, PLAIN, VARIANTS
@@ -26,7 +26,7 @@ TOLERANCE = 2e-5
 
 
 def _export(checkpoint: Path, output: Path, **options) -> dict:
-    return TARGETS["gguf"](str(checkpoint), output, **{"weights": "f32", "parity": False} | options)
+    return export_package("gguf", str(checkpoint), output, **{"weights": "f32", "parity": False} | options)
 
 
 @pytest.fixture(scope="module")

@@ -461,13 +461,13 @@ def test_a_signal_handler_may_close_a_session_that_is_in_a_call(tiny, ids, alarm
 
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory, bundled_checkpoint) -> Path:
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
 
     folder = tmp_path_factory.mktemp("talking")
     tokenizer = Tokenizer.from_file(str(bundled_checkpoint / "tokenizer.json"))
     config = replace(PLAIN, vocab_size=tokenizer.get_vocab_size())
     checkpoint = write_checkpoint(folder / "checkpoint", config, tokenizer)
-    TARGETS["gguf"](str(checkpoint), folder / "package", weights="f32", cache="fp32", parity=False)
+    export_package("gguf", str(checkpoint), folder / "package", weights="f32", cache="fp32", parity=False)
     return folder / "package"
 
 

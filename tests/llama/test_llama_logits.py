@@ -12,7 +12,7 @@ import torch
 
 import gguf_variants
 from edge_qkv.checkpoints import read_checkpoint
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from gguf_graphs import File, gelu_from_table
 from gguf_variants import LLAMA, PLAIN, VARIANTS
 from llama_file import opened
@@ -37,7 +37,7 @@ def exported(tmp_path_factory):
         if config not in made:
             folder = tmp_path_factory.mktemp("llama")
             checkpoint = gguf_variants.write(folder / "checkpoint", config)
-            TARGETS["gguf"](str(checkpoint), folder / "package", weights="f32", cache="fp32", parity=False)
+            export_package("gguf", str(checkpoint), folder / "package", weights="f32", cache="fp32", parity=False)
             ids = torch.randint(0, config.vocab_size, (COUNT,), generator=torch.Generator().manual_seed(1))
             logits = read_checkpoint(str(checkpoint)).load()(ids[None])[0][0].numpy()
             made[config] = folder / "package" / "model.gguf", ids.tolist(), logits

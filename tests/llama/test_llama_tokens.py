@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import gguf_variants
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from edge_qkv.export.gguf import tokenizer as gguf_tokenizer
 from gguf_variants import LLAMA
 from llama_file import opened
@@ -76,7 +76,7 @@ def _tokenizer(kind: str, prose: str, bundled: Path) -> Tokenizer:
 def _file(folder: Path, tokenizer: Tokenizer) -> Path:
     vocab_size = max(tokenizer.get_vocab().values()) + 5  # some rows of the model have no token
     checkpoint = gguf_variants.write(folder / "checkpoint", replace(LLAMA, vocab_size=vocab_size), tokenizer)
-    TARGETS["gguf"](str(checkpoint), folder / "package", weights="f16", parity=False)
+    export_package("gguf", str(checkpoint), folder / "package", weights="f16", parity=False)
     return folder / "package" / "model.gguf"
 
 
