@@ -126,6 +126,9 @@ class ModelConfig:
         self._check(unused is None, "kinds", f"no layer of the pattern is of kind {unused!r}")
         _ = self.rows_from  # checks what layers read
 
+    def __hash__(self) -> int:
+        return hash((self.vocab_size, self.max_positions, self.width, tuple(self.kinds.items()), self.pattern))
+
     def _check_kind(self, spec: LayerSpec) -> None:
         for name in ("window", "sinks"):
             if getattr(spec, name) > self.max_positions:

@@ -15,24 +15,30 @@ from filelock import FileLock
 
 from edge_qkv import _native
 from edge_qkv.config import ModelConfig
-from edge_qkv.engines import NATIVE
-from edge_qkv.stored import STORAGE
+from edge_qkv.targets import TARGETS
 from native_build import build
 
-TINY = ModelConfig(
-    vocab_size=260,
-    max_positions=96,
-    layers=2,
-    width=32,
-    heads=4,
-    head_dim=8,
-    kv_heads=1,
-    mlp_width=48,
-    sharing="q-k=v",
-    mlp="swiglu",
-    norm="rmsnorm",
-    positions="rotary-conjugate",
-)
+
+def tiny(**changes: object) -> ModelConfig:
+    """The tiny model with other fields, as `ModelConfig.uniform` takes them."""
+    fields = dict(
+        vocab_size=260,
+        max_positions=96,
+        layers=2,
+        width=32,
+        heads=4,
+        head_dim=8,
+        kv_heads=1,
+        mlp_width=48,
+        sharing="q-k=v",
+        mlp="swiglu",
+        norm="rmsnorm",
+        positions="rotary-conjugate",
+    )
+    return ModelConfig.uniform(**{**fields, **changes})
+
+
+TINY = tiny()
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # of `pytest -n`, one of several
 # Minutes each. One that came last would leave the other workers idle.
@@ -64,6 +70,8 @@ def write_checkpoint(folder: Path, config: ModelConfig, tokenizer=None, seed: in
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(6)
+            elif len(config.kinds) > 1:  # norms, weights of keys: away from 1
+                parameter.mul_(torch.empty_like(parameter).uniform_(0.7, 1.3, generator=generator))
     state = model.state_dict()
     save_file({name: state[name].contiguous() for name in model.weight_names()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
@@ -105,7 +113,7 @@ def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Pat
     return make
 
 
-@pytest.fixture(scope="session", params=NATIVE)
+@pytest.fixture(scope="session", params=[name for name, known in TARGETS.items() if known.native])
 def target(request) -> str:
     """Each target that the native library runs, and with it each engine of it."""
     needs(request.param)
@@ -176,7 +184,7 @@ def random_package(tmp_path_factory, made_once):
     def make(target: str, config: ModelConfig = TINY, cache: str = "fp32", seed: int = 0, chunk: int = 16, **options):
         needs(target)
         options = {"weights": "fp32", "cache": cache} | options
-        if STORAGE[target].prefill_chunk:
+        if TARGETS[target].prefill_chunk:
             options["prefill_chunk"] = chunk
         path, decoder = checkpoint(config, seed)
         key = hashlib.sha256(repr((config, seed, sorted(options.items()))).encode()).hexdigest()[:16]
