@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import TINY
+from conftest import TINY, changed
 from eager import TOLERANCE, expect, walk_session
 from edge_qkv import Cancelled, ContextFull, InputError, Model, Sampling, Session, _native, engines, pack, plan
 from edge_qkv.cli import main
@@ -30,7 +30,7 @@ from edge_qkv.model import Decoder
 from edge_qkv.package import Package
 from edge_qkv.packing import is_packed
 
-PLAIN = replace(TINY, positions="rotary-on-read")
+PLAIN = changed(TINY, positions="rotary-on-read")
 CAPACITY, CHUNK = PLAIN.max_positions, 16
 AT_ONCE = 6  # tokens of a call: chunks are several, and the last one is shorter
 LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)

@@ -170,7 +170,7 @@ def test_executorch_beside_onnxruntime(package, packed, tmp_path, capsys, layers
 
 def test_more_than_2_gib_exports_and_runs(tmp_path):
     """Beyond the size of one protobuf, and of what 32-bit offsets reach: fp32 weights against the eager decoder."""
-    config = ModelConfig(
+    config = ModelConfig.uniform(
         vocab_size=160_000,
         max_positions=64,
         layers=1,

@@ -9,7 +9,7 @@ from typing import Any
 from edge_qkv.config import CACHE_BYTES, ModelConfig
 from edge_qkv.package import MANIFEST, Package
 from edge_qkv.tables import size, table
-from edge_qkv.targets import cache_bytes_per_token, named
+from edge_qkv.targets import named
 
 _PARITY_NUMBERS = (
     "max_logit_error",
@@ -47,29 +47,29 @@ def inspect(path: str) -> dict[str, Any]:
         }
         facts |= {name: value for name in _OWN_FACTS if (value := manifest.get(name)) is not None}
         config = package.config
-        caches = named(package.target).caches
-        per_token = {cache: cache_bytes_per_token(config, cache, package.target) for cache in caches}
+        known = named(package.target)
+        kept, caches = known.cached(config), known.caches
     else:
         from edge_qkv.checkpoints import read_checkpoint
 
         checkpoint = read_checkpoint(path)
         config = checkpoint.config
-        per_token = {cache: config.cache_bytes_per_token(cache) for cache in CACHE_BYTES}
+        kept, caches = config, tuple(CACHE_BYTES)
         facts = {"kind": "checkpoint", "format": checkpoint.format, "tokenizer": checkpoint.tokenizer is not None}
     return facts | {
         "variant": config.variant,
         "parameters": config.parameters(),
         "config": config.to_dict(),
-        "cache_bytes_per_token": per_token,
-        "cache_bytes": cache_table(config, per_token),
+        "cache_bytes_per_token": {cache: kept.cache_bytes_per_token(cache) for cache in caches},
+        "cache_bytes": cache_table(config, kept, caches),
     }
 
 
-def cache_table(config: ModelConfig, caches: Iterable[str]) -> list[dict[str, int]]:
-    """Cache bytes at each context, beside the same model with a key and a value a head."""
+def cache_table(config: ModelConfig, kept: ModelConfig, caches: Iterable[str]) -> list[dict[str, int]]:
+    """Cache bytes at each context of the model as it is kept, beside `config` with a key and a value a head."""
+    full = config.multi_head
     return [
-        {"context": n} | {c: config.cache_bytes(n, c) for c in caches} | {"qkv": config.multi_head.cache_bytes(n)}
-        for n in CONTEXTS
+        {"context": n} | {c: kept.cache_bytes(n, c) for c in caches} | {"qkv": full.cache_bytes(n)} for n in CONTEXTS
     ]
 
 

@@ -9,12 +9,11 @@ import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from conftest import TINY, hears_ctrl_c, write_checkpoint
+from conftest import TINY, changed, hears_ctrl_c, write_checkpoint
 from edge_qkv import EdgeQKVError, Package, Session, plan
 from edge_qkv.bench import figures, machine, results, shapes
 from edge_qkv.bench.__main__ import main
@@ -287,7 +286,7 @@ def test_what_takes_too_long_is_left_out_or_not_repeated(tiny_package):
 def test_depths_that_memory_does_not_hold_are_left_out(random_package, refused, capsys):
     """A model whose cache has a tebibyte at its full context."""
     most = 1 << 24
-    config = replace(TINY, positions="none", max_positions=most, sharing="qkv", heads=64, kv_heads=64, head_dim=64)
+    config = changed(TINY, positions="none", max_positions=most, sharing="qkv", heads=64, kv_heads=64, head_dim=64)
     _, path = random_package("onnx", config)
     package = Package.open(path)
     held, left_out = reachable(package, [0, most - 1])
