@@ -5,6 +5,7 @@
 // emulators.
 #include "attention_test.h"
 
+#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -52,12 +53,12 @@ bool check(const Case& c, Pool& pool, size_t tasks) {
     if (inside && written && error <= bound(type)) continue;
     std::printf(
         "  B %lld T %lld past %lld H %d G %d D %d rotary %d R %d separate %d window %lld sinks %lld "
-        "%s: ",
+        "V %d O %d weight %d reads %d %s: ",
         (long long)c.batch, (long long)c.tokens, (long long)c.past, c.heads, c.kv_heads, c.dim,
         static_cast<int>(c.rotary), c.rotary_dim, c.separate, (long long)c.window, (long long)c.sinks,
-        facts(type).name);
+        problem.p.value_dim, c.rotary_offset, c.key_weight, c.reads, facts(type).name);
     if (!inside) {
-      std::printf("wrote outside its buffers\n");
+      std::printf("wrote where it may not\n");
     } else if (!written) {
       std::printf("wrong rows in the cache\n");
     } else {
@@ -196,9 +197,9 @@ bool task_counts(Pool& pool) {
     Problem problem(c, c.window ? CacheType::kInt8 : CacheType::kFloat16);
     std::vector<float> first;
     for (size_t tasks : {1, 2, 3, 7, 200}) {
-      std::fill_n(problem.p.output, problem.query.size(), NAN);
+      std::fill_n(problem.p.output, problem.outputs(), NAN);
       if (!problem.run(tasks, pool)) return false;
-      const std::vector<float> now(problem.p.output, problem.p.output + problem.query.size());
+      const std::vector<float> now(problem.p.output, problem.p.output + problem.outputs());
       if (first.empty()) first = now;
       if (std::memcmp(first.data(), now.data(), now.size() * sizeof(float)) != 0) return false;
     }
@@ -219,7 +220,7 @@ bool chunked_prefill(Pool& pool) {
     if (!problem.run(2, pool) || !(problem.error() <= bound(type))) return false;
     for (const std::vector<int64_t>& chunks : {std::vector<int64_t>{1}, {64}, {1, 7, 63, 2}}) {
       const AttentionParams whole = problem.p;
-      std::memset(problem.p.output, 0xff, problem.query.size() * sizeof(float));
+      std::memset(problem.p.output, 0xff, problem.outputs() * sizeof(float));
       size_t next = 0;
       for (int64_t done = 0; done < tokens;) {
         AttentionParams& p = problem.p;
@@ -227,8 +228,8 @@ bool chunked_prefill(Pool& pool) {
         p.past = whole.past + done;
         p.query = whole.query + done * p.num_heads * p.head_dim;
         p.key = whole.key + done * p.kv_heads * p.head_dim;
-        if (p.value) p.value = whole.value + done * p.kv_heads * p.head_dim;
-        p.output = whole.output + done * p.num_heads * p.head_dim;
+        if (p.value) p.value = whole.value + done * p.kv_heads * p.value_dim;
+        p.output = whole.output + done * p.num_heads * p.value_dim;
         if (!problem.run(2, pool)) return false;
         done += p.tokens;
       }
@@ -262,6 +263,8 @@ bool nothing_to_do(Pool& pool) {
 
 // ---- validation ----
 
+void unify(AttentionParams& p) { p.value = nullptr, p.value_cache = nullptr; }
+
 bool errors(Pool&) {
   const Problem sound({2, 3, 4, 2, 8, Rotary::kConjugate, 8, true}, CacheType::kFloat16);
   if (attention_error(sound.p)) return false;
@@ -294,7 +297,20 @@ bool errors(Pool&) {
       {"address space", [](AttentionParams& p) { p.batch = INT64_MAX / 4; }},
       {"address space", [](AttentionParams& p) { p.rotary_rows = INT64_MAX / 4; }},
       {"query is null", [](AttentionParams& p) { p.query = nullptr; }},
-      {"key is null", [](AttentionParams& p) { p.key = nullptr; }},
+      {"no key is written", [](AttentionParams& p) { p.key = nullptr; }},
+      {"value_dim", [](AttentionParams& p) { p.value_dim = 0; }},
+      {"value_dim", [](AttentionParams& p) { p.value_dim = 1 << 30; }},
+      {"value_dim must not exceed", [](AttentionParams& p) { unify(p), p.value_dim = 9; }},
+      {"rotary_offset must not", [](AttentionParams& p) { p.rotary_offset = -1; }},
+      {"exceed head_dim", [](AttentionParams& p) { p.rotary_offset = 1; }},
+      {"exceed head_dim", [](AttentionParams& p) { p.rotary_offset = INT_MAX; }},
+      {"rotary_offset must be 0",
+       [](AttentionParams& p) { p.rotary = Rotary::kNone, p.rotary_dim = 0, p.rotary_offset = 2; }},
+      {"in its value or behind",
+       [](AttentionParams& p) { unify(p), p.rotary_dim = 4, p.rotary_offset = 3, p.value_dim = 6; }},
+      {"key_weight needs unified", [](AttentionParams& p) { p.key_weight = p.query; }},
+      {"key_weight needs rows", [](AttentionParams& p) { unify(p), p.key_weight = p.query; }},
+      {"address space", [](AttentionParams& p) { p.value_dim = 65536, p.capacity = INT64_MAX / 40; }},
       {"key_cache is null", [](AttentionParams& p) { p.key_cache = nullptr; }},
       {"output is null", [](AttentionParams& p) { p.output = nullptr; }},
       {"value", [](AttentionParams& p) { p.value = nullptr; }},
@@ -336,7 +352,7 @@ bool workspace_grows_with_past(Pool&) {
   for (int64_t tokens : {1, 4, 64}) {
     for (int64_t window : {0, 3000, 100000}) {
       AttentionParams p;
-      p.tokens = tokens, p.num_heads = 32, p.kv_heads = 1, p.head_dim = 64;
+      p.tokens = tokens, p.num_heads = 32, p.kv_heads = 1, p.head_dim = p.value_dim = 64;
       p.window = window, p.sinks = window / 3;
       size_t last = 0;
       for (p.past = 0; p.past < 200000; p.past += 501) {
