@@ -364,7 +364,7 @@ struct Problem {
     const bool separate = p.value_cache != nullptr;
     const int64_t rows = p.past + p.tokens;
     std::vector<double> reference(outputs());
-    std::vector<double> keys(rows * D), values(rows * V), weight(rows), q(D);
+    std::vector<double> keys(D * rows), values(rows * V), weight(rows), q(D);  // keys: [D, rows]
     for (int64_t b = 0; b < p.batch; ++b) {
       for (int64_t g = 0; g < p.kv_heads; ++g) {
         for (int64_t n = 0; n < rows; ++n) {
@@ -372,7 +372,7 @@ struct Problem {
           const std::vector<double> value_row = separate ? cache_row(value_cache, b, g, n) : key_row;
           for (int d = 0; p.key_weight && d < D; ++d) key_row[d] *= p.key_weight[d];
           if (p.rotary == Rotary::kOnRead) rotate(key_row.data(), n, 1);
-          std::copy(key_row.begin(), key_row.end(), &keys[n * D]);
+          for (int d = 0; d < D; ++d) keys[d * rows + n] = key_row[d];
           std::copy(value_row.begin(), value_row.begin() + V, &values[n * V]);
         }
         for (int64_t t = 0; t < p.tokens; ++t) {
@@ -382,18 +382,21 @@ struct Problem {
             std::copy(&p.query[head * D], &p.query[head * D] + D, q.begin());
             if (p.rotary != Rotary::kNone) rotate(q.data(), position, 1);
             double top = -INFINITY, sum = 0;
+            std::fill(weight.begin(), weight.end(), 0.0);
+            for (int d = 0; d < D; ++d) {
+              const double factor = q[d] * p.scale;
+              for (int64_t n = 0; n <= position; ++n) weight[n] += factor * keys[d * rows + n];
+            }
             for (int64_t n = 0; n < rows; ++n) {
-              weight[n] = -INFINITY;
-              if (!sees(position, n)) continue;
-              double score = 0;
-              for (int d = 0; d < D; ++d) score += q[d] * keys[n * D + d];
-              weight[n] = score * p.scale;
+              if (!sees(position, n)) weight[n] = -INFINITY;  // and NaN before
               top = std::max(top, weight[n]);
             }
-            for (double& w : weight) sum += w = std::exp(w - top);
+            for (double& w : weight) {
+              if (w != -INFINITY) sum += w = std::exp(w - top);
+            }
             double* out = &reference[head * V];
             for (int64_t n = 0; n < rows; ++n) {
-              if (weight[n] == 0) continue;  // it may be NaN where nobody looks
+              if (weight[n] == -INFINITY) continue;  // its row may be NaN
               for (int d = 0; d < V; ++d) out[d] += weight[n] / sum * values[n * V + d];
             }
             if (p.rotary == Rotary::kConjugate && !separate && p.rotary_offset < V) {
