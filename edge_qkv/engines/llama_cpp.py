@@ -29,6 +29,7 @@ from edge_qkv.engines.hosted import HostedModel, refuse_options
 from edge_qkv.engines.llama_state import Layout
 from edge_qkv.errors import Cancelled, EdgeQKVError, InputError, one_line
 from edge_qkv.package import Package
+from edge_qkv.processors import processors
 from edge_qkv.targets import named
 
 _TYPES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16)}
@@ -42,7 +43,7 @@ def open_model(package: Package, options: ModelOptions) -> HostedModel:
     refuse_options(package, options, threads=True)
     layout = _layout(package)
     model = _Model(package)
-    threads = options.threads or _processors()
+    threads = options.threads or processors()
 
     def new_cache(context: int, chunk: int, cancelled: ctypes.c_int32) -> LlamaCache:
         return LlamaCache(model, layout, context, min(chunk, context), threads, cancelled)
@@ -200,10 +201,6 @@ def _ggml_type(llama: Any, layout: Layout) -> int:
 
 def _pointer(state: np.ndarray):
     return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ---- the library ----

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import bench_results
 import pytest
 
 from conftest import TINY, changed
 from edge_qkv import EdgeQKVError, plan
-from edge_qkv.bench import results
 from edge_qkv.bench.__main__ import main
 from edge_qkv.bench.package import variants
-from edge_qkv.bench.package.random import random_package
+from edge_qkv.bench.package.random_weights import random_package
 from edge_qkv.presets import PRESETS, apply_variant
 
 CONFIG = changed(TINY, heads=8, head_dim=4, max_positions=64)
@@ -45,7 +45,7 @@ def test_variants_have_the_cache_that_is_planned(config, tmp_path, capsys):
     options = ("--variants", "QKV", "Q-MQA", "--depths", "0", "63", "--directory", str(tmp_path / "random"))
     assert main(["variants", str(config), *options, *EXPORT, "--output", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    found = results.read(tmp_path / "out", "variants")
+    found = bench_results.read(tmp_path / "out", "variants")
     assert found["complete"] and found["model"] == "small" and found["context"] == 64
     for row in found["variants"]:
         varied = apply_variant(CONFIG, row["variant"])
