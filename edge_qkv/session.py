@@ -21,9 +21,8 @@ from edge_qkv.checks import chunk_size, whole
 from edge_qkv.engines import HOSTED
 from edge_qkv.errors import ContextFull, EdgeQKVError, InputError
 from edge_qkv.loaded import DEFAULT_CHUNK, Model
-from edge_qkv.package import encode
 from edge_qkv.sampling import Sampling
-from edge_qkv.tokenizer import stream_text, until_stop
+from edge_qkv.tokenizer import encode, stream_text, until_stop
 
 DEFAULT_CONTEXT = 4096
 DEFAULT_SINKS = 4

@@ -1,7 +1,9 @@
-"""What `edge-qkv inspect` says of a checkpoint or a package, without running it."""
+"""`edge-qkv inspect`: what there is to say of a checkpoint or a package, without running it."""
 
 from __future__ import annotations
 
+import argparse
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from edge_qkv.package import MANIFEST, Package
 from edge_qkv.stored import STORAGE, cache_bytes_per_token
 from edge_qkv.tables import size, table
 
+SUMMARY = "Show config, sizes and cache table of a checkpoint or package."
 _PARITY_NUMBERS = (
     "max_logit_error",
     "mean_logit_error",
@@ -29,6 +32,16 @@ _OWN_FACTS = {
     "architecture": "llama.cpp's graph",
 }
 CONTEXTS = (1024, 4096, 8192, 16384, 32768)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="package, checkpoint, or random:PRESET such as random:1.2B/Q-MQA")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    facts = inspect(arguments.path)
+    print(json.dumps(facts, indent=2) if arguments.json else describe(arguments.path, facts))
 
 
 def inspect(path: str) -> dict[str, Any]:

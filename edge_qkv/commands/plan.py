@@ -41,7 +41,8 @@ _PARTS = (
 _GROUPS = 4, 8  # kv heads of the grouped variants of arXiv 2606.04032, by the number of heads: 16, and more
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EPILOG
     add = parser.add_argument
     add("model", help="package, checkpoint, random:1.2B/Q-MQA, or a published size such as 300M or 1.2B/Q-GQA-4")
     add("--memory", "--budget", metavar="BYTES", help="budget as 512MB or 1.5GiB; min: the least that is needed")

@@ -1,4 +1,4 @@
-"""`edge-qkv run`: options, and what they do with a session."""
+"""`edge-qkv run`: text from a package."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pathlib import Path
 from edge_qkv import files
 from edge_qkv.errors import Cancelled, ContextFull, InputError
 from edge_qkv.sizes import parse_tokens
+
+SUMMARY = "Run a package: the text that follows a prompt, as it is written."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
