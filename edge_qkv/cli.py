@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import signal
 import sys
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 from edge_qkv import __version__
 from edge_qkv.commands import bench, demo, export, inspect, pack, plan, run, train
-from edge_qkv.errors import Cancelled, EdgeQKVError
+from edge_qkv.errors import Cancelled, EdgeQKVError, printable
 
 COMMANDS = {
     "export": export,
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as after Ctrl-C
+        for stream in (sys.stdout, sys.stderr):  # not a caller's own, which may be of any kind
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # what the terminal cannot show
         argv = list(sys.argv[1:] if argv is None else argv)
         if argv[:1] == ["bench"]:  # argparse would take the options of its commands for its own
             return bench.run(argparse.Namespace(arguments=argv[1:]))
@@ -54,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:  # a full disk, a path that is too long
-        print(f"edge-qkv: {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
+        print(f"edge-qkv: {printable(str(error.filename or 'the output'))}: {error.strerror}", file=sys.stderr)
         return 2
 
 

@@ -7,12 +7,12 @@ before a single weight is read.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_qkv import files
 from edge_qkv.errors import InputError
 
 # sharing -> the projections a layer has; the key projection always exists. Names follow arXiv 2606.04032:
@@ -225,13 +225,7 @@ class ModelConfig:
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfig:
         """Reads a `config.json`."""
-        try:
-            fields = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-        except ValueError as error:
-            raise InputError(f"{path}: not valid JSON ({error})") from None
-        return cls.from_dict(fields, str(path))
+        return cls.from_dict(files.read_json(Path(path), "config.json"), str(path))
 
 
 def _is_int(value: object) -> bool:

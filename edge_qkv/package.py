@@ -6,7 +6,7 @@ every other file with its size and SHA-256; names of files in a directory of the
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,6 +16,7 @@ from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
 from edge_qkv.tokenizer import load_tokenizer
 
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 MANIFEST = "edge_qkv.json"
 FORMAT = 2
 # Target -> the file or directory that its engine opens.
@@ -36,20 +37,17 @@ class Package:
     config: ModelConfig
 
     @classmethod
-    def open(cls, path: str | Path, verify: bool = True) -> Package:
+    def open(cls, path: str | Path, verify: bool = True, progress: Progress | None = None) -> Package:
         """Reads `edge_qkv.json` and checks every file it names: presence, size and, with `verify`, content.
 
-        Raises `InputError` naming the file.
+        progress: of `verify`. Raises `InputError` naming the file.
         """
         path = Path(path)
         manifest_file = path / MANIFEST
         if not manifest_file.is_file():
             kind = "is not a model package (no edge_qkv.json in it)" if path.is_dir() else "is not a directory"
             raise InputError(f"{path}: {kind}; make a package with `edge-qkv export`")
-        try:
-            manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise InputError(f"{manifest_file}: cannot be read as JSON ({error}); export the package again") from None
+        manifest = files.read_json(manifest_file, MANIFEST, "export the package again")
         if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
             raise InputError(f"{manifest_file}: is not a package manifest; export the package again")
         if manifest["format"] != FORMAT:
@@ -69,18 +67,35 @@ class Package:
             raise InputError(f"{manifest_file}: does not say its cache_bytes_per_token; export the package again")
         for name, facts in listed.items():
             _check_file(path, name, facts)
-        package = cls(path, manifest, config)
+        package = cls(path.absolute(), manifest, config)  # files are opened later, the current directory may change
         if verify:
-            package.verify()
+            package.verify(progress)
         return package
 
-    def verify(self) -> None:
-        """Reads every file and compares its SHA-256; raises `InputError` naming the one that is damaged."""
-        for name, facts in self.manifest["files"].items():
-            if files.sha256(self.path / name) != facts.get("sha256"):
-                raise InputError(
-                    f"{self.path / name}: is damaged (its SHA-256 differs); copy the package again or export it again"
-                )
+    def verify(self, progress: Progress | None = None) -> None:
+        """Reads every file and compares its SHA-256; raises `InputError` naming the one that is damaged.
+
+        progress(done, total), in bytes, is called after each block, and at the end whatever that is.
+        """
+        listed = self.manifest["files"]
+        done, total = 0, sum(facts["bytes"] for facts in listed.values())
+
+        def read(count: int) -> None:
+            nonlocal done
+            done += count
+            if progress and done < total:
+                progress(done, total)
+
+        try:
+            for name, facts in listed.items():
+                if files.sha256(self.path / name, read) != facts.get("sha256"):
+                    raise InputError(
+                        f"{self.path / name}: is damaged (its SHA-256 differs); "
+                        "copy the package again or export it again"
+                    )
+        finally:
+            if progress:
+                progress(total, total)
 
     @property
     def target(self) -> str:
@@ -119,14 +134,14 @@ class Package:
 def is_package_only(path: Path) -> bool:
     """Whether a directory holds a package and no file that is not part of it."""
     try:
-        listed = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+        listed = files.read_json(path / MANIFEST, MANIFEST)["files"]
         known = {
             str(parent)
             for name in (MANIFEST, *listed)
             for parent in (PurePosixPath(name), *PurePosixPath(name).parents)
         }
         return {entry.relative_to(path).as_posix() for entry in path.rglob("*")} <= known
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, InputError, KeyError, TypeError):
         return False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from edge_qkv import files
 from edge_qkv.errors import InputError, one_line
 
 # Names that tokenizers give to the token that ends a text.
@@ -24,10 +25,9 @@ def load_tokenizer(path: Path, vocab_size: int):
     """Reads a `tokenizer.json` and checks that the model has a row for each of its tokens."""
     from tokenizers import Tokenizer
 
+    text = files.read_text(path, "tokenizer.json")
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception for anything it cannot parse
         raise InputError(f"{path}: is not a tokenizer.json ({one_line(error)})") from None
     tokenizer.no_truncation()  # files made for training carry both; a prompt is neither cut nor filled up

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_qkv.config import CACHE_BYTES, ModelConfig
+from edge_qkv.errors import printable
 from edge_qkv.package import MANIFEST, Package
 from edge_qkv.stored import STORAGE, cache_bytes_per_token
 from edge_qkv.tables import size, table
@@ -104,7 +105,8 @@ def describe(path: str, facts: dict[str, Any]) -> str:
         ("tokenizer", "yes" if facts["tokenizer"] else "none: token ids only; export with --tokenizer to add one")
     )
     rows += [(f"  {name}", value) for name, value in facts["config"].items()]
-    lines = [f"{path}: {what}", *(f"{name:<18} {value}" for name, value in rows), ""]
+    lines = [f"{path}: {what}", *(f"{name:<18} {value}" for name, value in rows)]
+    lines = [*map(printable, lines), ""]
     caches = [
         (
             f"{row['context']:,} tokens",

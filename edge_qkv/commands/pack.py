@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from edge_qkv.commands import terminal
+
 SUMMARY = "Prepare a package's weights for this processor: they load faster and take less anonymous memory."
 
 
@@ -26,7 +28,7 @@ def run(arguments: argparse.Namespace) -> None:
     before = is_packed(package, arguments.output)
     if not before and package.target not in HOSTED:  # those are refused
         print(f"packing {arguments.package}: once for this processor", file=sys.stderr)
-    folder = pack(arguments.package, arguments.output, arguments.threads)
+    folder = pack(arguments.package, arguments.output, arguments.threads, progress=terminal.hashing())
     on_disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(
         f"{folder}: {'was packed already' if before else 'packed'}; all packed weights there: {size(on_disk)} on disk"

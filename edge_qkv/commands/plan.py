@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from edge_qkv.config import CACHE_BYTES, ModelConfig
-from edge_qkv.errors import InputError
+from edge_qkv.errors import InputError, printable
 from edge_qkv.package import Package
 from edge_qkv.planning import UNKNOWN, Plan, fits, plan, planned_model
 from edge_qkv.presets import VARIANTS, apply_variant
@@ -122,7 +122,7 @@ def describe(name: str, made: Plan) -> str:
         rows.append(("total", f"{made.total - made.anonymous:,}", f"{made.anonymous:,}", size(made.total)))
         packed = "packed" if made.packed else "not packed"
         head += f"{made.threads} threads, weights {packed}; total {made.total:,} bytes"
-    lines = [head, "", table(rows, ("bytes", "file-backed", "anonymous", "together"))]
+    lines = [printable(head), "", table(rows, ("bytes", "file-backed", "anonymous", "together"))]
     if made.unknown:
         lines.append(f"\nno total: {made.unknown}")
     if made.memory is not None:
