@@ -16,7 +16,7 @@ import torch
 from conftest import TINY, changed, needs
 from eager import expect, walk_session
 from edge_qkv import Cancelled, ContextFull, InputError, Model, OverBudget, Package, Session, pack, plan
-from edge_qkv.package import MODEL_FILES
+from edge_qkv.targets import TARGETS
 from memory_probe import measure
 
 CAPACITY, CHUNK = TINY.max_positions, 16
@@ -87,7 +87,7 @@ def test_a_full_context_drops_what_no_query_sees(target, random_package, ids, po
 def test_a_model_file_that_was_cut_off_is_one_sentence(tiny, tmp_path, cut):
     """More in test_bad_models.py."""
     package = shutil.copytree(tiny, tmp_path / "package")
-    model = package / MODEL_FILES[Package.open(package).target]
+    model = package / TARGETS[Package.open(package).target].model_file
     whole = model.stat().st_size
     os.truncate(model, cut if isinstance(cut, int) else int(cut * whole))
     for verify in (True, False):

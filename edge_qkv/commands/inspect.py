@@ -1,16 +1,20 @@
-"""What `edge-qkv inspect` says of a checkpoint or a package, without running it."""
+"""`edge-qkv inspect`: what there is to say of a checkpoint or a package, without running it."""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from edge_qkv.config import CACHE_BYTES, ModelConfig
+from edge_qkv.errors import printable
 from edge_qkv.package import MANIFEST, Package
 from edge_qkv.tables import size, table
 from edge_qkv.targets import named
 
+SUMMARY = "Show config, sizes and cache table of a checkpoint or package."
 _PARITY_NUMBERS = (
     "max_logit_error",
     "mean_logit_error",
@@ -29,6 +33,16 @@ _OWN_FACTS = {
     "architecture": "llama.cpp's graph",
 }
 CONTEXTS = (1024, 4096, 8192, 16384, 32768)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="package, checkpoint, or random:PRESET such as random:1.2B/Q-MQA")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    facts = inspect(arguments.path)
+    print(json.dumps(facts, indent=2) if arguments.json else describe(arguments.path, facts))
 
 
 def inspect(path: str) -> dict[str, Any]:
@@ -90,7 +104,8 @@ def describe(path: str, facts: dict[str, Any]) -> str:
         ("tokenizer", "yes" if facts["tokenizer"] else "none: token ids only; export with --tokenizer to add one")
     )
     rows += _config_rows(facts["config"])
-    lines = [f"{path}: {what}", *(f"{name:<18} {value}" for name, value in rows), ""]
+    lines = [f"{path}: {what}", *(f"{name:<18} {value}" for name, value in rows)]
+    lines = [*map(printable, lines), ""]
     caches = [
         (
             f"{row['context']:,} tokens",

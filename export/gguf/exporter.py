@@ -15,7 +15,6 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import quantize
 
 import edge_qkv
-from edge_qkv import package
 from edge_qkv.attention import FP16_MAX
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.description import describe
@@ -26,6 +25,7 @@ from edge_qkv.export.gguf.architectures import Mapping, Tensor
 from edge_qkv.export.packaging import Runner, Stored, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.targets import cache_bytes_per_token, named, stored_as
+from edge_qkv.tokenizer import load_tokenizer, stop_tokens
 
 MODEL = named("gguf").model_file
 _F32, _F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
@@ -120,7 +120,7 @@ def export_gguf(
 def _vocabulary(tokenizer: Path | None, vocab_size: int) -> dict[str, Any]:
     if tokenizer is None:
         return gguf_tokenizer.metadata(None, vocab_size, ())
-    stops = package.stop_tokens(package.load_tokenizer(Path(tokenizer), vocab_size))
+    stops = stop_tokens(load_tokenizer(Path(tokenizer), vocab_size))
     return gguf_tokenizer.metadata(Path(tokenizer), vocab_size, stops)
 
 
