@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from collections import Counter
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def describe() -> dict[str, Any]:
     except (AttributeError, OSError):
         busy = None
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "board": _read("/proc/device-tree/model").rstrip("\0\n") or None,
         "processor": processor(_read("/proc/cpuinfo")) or _other_processor(),
         "cores": processors(),

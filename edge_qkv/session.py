@@ -18,12 +18,12 @@ import numpy as np
 
 from edge_qkv import _native
 from edge_qkv.checks import chunk_size, whole
-from edge_qkv.engines import HOSTED
 from edge_qkv.errors import ContextFull, EdgeQKVError, InputError
 from edge_qkv.loaded import DEFAULT_CHUNK, Model
-from edge_qkv.package import encode
+from edge_qkv.package import Progress
 from edge_qkv.sampling import Sampling
-from edge_qkv.tokenizer import stream_text, until_stop
+from edge_qkv.targets import named
+from edge_qkv.tokenizer import encode, stream_text, until_stop
 
 DEFAULT_CONTEXT = 4096
 DEFAULT_SINKS = 4
@@ -35,13 +35,15 @@ class Session:
 
     package: a package directory or a loaded `Model`. context: capacity in tokens (the native engines commit memory as
     rows are written, others at once); "max": all that the budget or the model allows; None: that with a budget, else
-    4096. prefill_chunk: tokens evaluated at once; 0: 128. memory, packed, spill: of the model that is loaded here, see
-    `Model`.
+    4096. prefill_chunk: tokens evaluated at once; 0: 128. memory, packed, spill, progress: of the model that is loaded
+    here, see `Model`.
 
     overflow says what happens when tokens do not fit: 'error' raises `ContextFull`; 'window' drops all but the first
     `sinks` (None: 4) and the last `window` tokens (None: half of the context, sinks included); 'shift' drops the
     oldest `block` tokens (None: a quarter of the context). Tokens after the dropped ones move up to their places;
-    models with learned positions are refused, for their cached rows cannot move. Raises `InputError`.
+    models with learned positions are refused, for their cached rows cannot move.
+
+    margin: rows that layers with a window keep behind it, for rewinds; 0: as many as the window. Raises `InputError`.
     """
 
     def __init__(
@@ -55,10 +57,12 @@ class Session:
         memory: int | str | None = None,
         packed: str | Path | bool | None = None,
         spill: str | Path | None = None,
+        progress: Progress | None = None,
         overflow: str = "error",
         sinks: int | None = None,
         window: int | None = None,
         block: int | None = None,
+        margin: int = 0,
     ) -> None:
         if overflow not in OVERFLOW:
             raise InputError(f"overflow = {overflow!r}: must be one of {', '.join(OVERFLOW)}")
@@ -71,7 +75,7 @@ class Session:
         if not isinstance(package, Model):
             planned = None if longest or memory is None else context  # only a budget asks
             loading = dict(memory=memory, context=planned, prefill_chunk=prefill_chunk, packed=packed, spill=spill)
-            package = Model(package, threads, verify, **loading)
+            package = Model(package, threads, verify, progress=progress, **loading)
         elif any(option is not None for option in (memory, packed, spill)):
             raise InputError("memory, packed and spill belong to the model; give them when the model is opened")
         self.model = package
@@ -82,6 +86,7 @@ class Session:
         self.context, self.prefill_chunk = context, prefill_chunk
         # What belongs to another overflow option is refused there.
         options = dict(context=context, prefill_chunk=prefill_chunk, overflow=OVERFLOW[overflow]) | dropping
+        options["margin"] = whole(margin, "margin")
         options = _native.SessionOptions(**options)
         self._overflow = overflow
         self._engine = self.model.open_session(options)
@@ -138,17 +143,23 @@ class Session:
         self._evaluate_rest()
         return self._engine.sample()
 
-    def rewind(self, length: int) -> None:
-        """Forgets all but the first `length` tokens."""
+    def rewind(self, length: int, progress: Callable[[int, int], None] | None = None) -> int:
+        """Forgets all but the first `length` tokens, and returns how many of those had to be evaluated again.
+
+        That is 0 unless layers with a window have given back rows that the next token sees: then all are, and
+        progress(done, total) is called after each chunk.
+        """
         self._sync()
         in_cache, total = len(self._evaluated), len(self._evaluated) + len(self._pending)
         length = whole(length, "length to rewind to", 0, total, ", the tokens of the session")
         if length >= in_cache:
             del self._pending[length - in_cache :]
-            return
+            return 0
+        kept = self._evaluated[:length]
         self._change([])
-        self._engine.rewind(length)
-        self._changed(self._evaluated[:length], [])
+        again = self._engine.rewind(length, progress)
+        self._changed(kept, [])
+        return again
 
     def reuse(self, tokens: Sequence[int]) -> int:
         """Keeps the first tokens that the session has in common with `tokens`, forgets the rest, and returns their
@@ -338,7 +349,7 @@ class Session:
         if self._overflow == "error" and used + len(tokens) > self.context:
             more = "1 more token does" if len(tokens) == 1 else f"{len(tokens)} more tokens do"
             remedies = "fewer tokens, or an overflow option"
-            if self.model.package.target in HOSTED:
+            if named(self.model.package.target).hosted:
                 remedies = "or fewer tokens"
             raise ContextFull(
                 f"{more} not fit: {used} of the context of {self.context} are used; give a larger context "

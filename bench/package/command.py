@@ -24,10 +24,9 @@ from edge_qkv.bench.package.speed import TOKENS
 from edge_qkv.bench.results import Result
 from edge_qkv.checks import thread_count, whole
 from edge_qkv.config import CACHE_BYTES
-from edge_qkv.engines import NATIVE
 from edge_qkv.package import MANIFEST
 from edge_qkv.presets import PRESETS
-from edge_qkv.stored import STORAGE, WEIGHTS
+from edge_qkv.targets import TARGETS, WEIGHTS
 
 DEPTHS = 0, 1024, 4096, 8192, 16384, 32767
 PROMPTS = 16, 128, 512, 2048
@@ -104,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def add_random(parser: argparse.ArgumentParser) -> None:
     """The options of packages that are exported first."""
     add = parser.add_argument
-    add("--target", choices=tuple(STORAGE), help="of a config: engine; default: onnx")
+    add("--target", choices=tuple(TARGETS), help="of a config: engine; default: onnx")
     add("--weights", choices=WEIGHTS, help="of a config: weight type; default: int4")
     add("--cache", choices=tuple(CACHE_BYTES), help="of a config: cache type; default: fp16")
     add(
@@ -273,7 +272,7 @@ def _decode(bench: Bench) -> dict[str, Any]:
 def verified(bench: Bench, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The decoded tokens of `rows` beside the reference's; raises `EdgeQKVError`, naming the first that is wrong."""
     of = bench.reference or bench.package
-    kernel = plainest_kernel() if of.target in NATIVE else None
+    kernel = plainest_kernel() if TARGETS[of.target].native else None
     decoded = [(row["depth"], row["tokens"]) for row in rows]
     fields: dict[str, Any] = {"decoded": decoded}
     if bench.reference:

@@ -17,20 +17,12 @@ _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float
 
 def read(directory: Path) -> Checkpoint:
     """Reads a directory; the weights stay in their file until they are asked for."""
-    config = read_config(directory / CONFIG)
+    config = ModelConfig.from_file(directory / CONFIG)
     path = directory / WEIGHTS
     tokenizer = beside(path)
     if not has_torch():
         return Checkpoint(config, NeedsTorch(str(directory)), NAME, directory, tokenizer)
     return assemble(config, _sources(path), NAME, directory, str(path), tokenizer)
-
-
-def read_config(path: Path) -> ModelConfig:
-    """Reads a config.json."""
-    try:
-        return ModelConfig.from_file(path)
-    except RecursionError:
-        raise InputError(f"{path}: not valid JSON for a config (nested too deeply)") from None
 
 
 def _sources(path: Path) -> dict[str, Source]:

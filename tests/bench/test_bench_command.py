@@ -10,19 +10,18 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import bench_results
 import pytest
 
-from conftest import TINY, hears_ctrl_c, write_checkpoint
+from conftest import TINY, changed, hears_ctrl_c, write_checkpoint
 from edge_qkv import EdgeQKVError, Package, Session, plan
 from edge_qkv.bench import figures, machine
 from edge_qkv.bench.__main__ import COMMANDS, main
 from edge_qkv.bench.package import speed
 from edge_qkv.bench.package.command import reachable
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from edge_qkv.processors import processors
 
 BYTES = 2 * 8 * 4  # of the tiny model's cache, a token
@@ -263,7 +262,7 @@ def altered(tiny_checkpoint, tmp_path_factory) -> Path:
     name = next(n for n in weights if n.endswith("mlp.down.weight"))
     save_file(weights | {name: -weights[name]}, folder / "model.safetensors")
     output = folder.with_name("altered")
-    TARGETS["onnx"](str(folder), output, weights="fp32", cache="fp32", parity=False)
+    export_package("onnx", str(folder), output, weights="fp32", cache="fp32", parity=False)
     return output
 
 
@@ -323,7 +322,7 @@ def test_what_takes_too_long_is_left_out_or_not_repeated(tiny_package):
 def test_depths_that_memory_does_not_hold_are_left_out(random_package, refused, capsys):
     """A model whose cache has a tebibyte at its full context."""
     most = 1 << 24
-    config = replace(TINY, positions="none", max_positions=most, sharing="qkv", heads=64, kv_heads=64, head_dim=64)
+    config = changed(TINY, positions="none", max_positions=most, sharing="qkv", heads=64, kv_heads=64, head_dim=64)
     _, path = random_package("onnx", config)
     package = Package.open(path)
     held, left_out = reachable(package, [0, most - 1])

@@ -6,14 +6,13 @@ import importlib.util
 import json
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import bench_results
 import numpy as np
 import pytest
 
-from conftest import TINY
+from conftest import TINY, changed
 from edge_qkv import EdgeQKVError
 from edge_qkv.bench.__main__ import main
 from edge_qkv.bench.package import speed
@@ -23,8 +22,8 @@ from edge_qkv.bench.peers import report as peers_report
 from edge_qkv.bench.peers.engines import open_peer
 from edge_qkv.bench.peers.process import PeerProcess
 
-CONFIG = replace(TINY, heads=8, head_dim=16, width=128, mlp_width=64, max_positions=96, positions="learned")
-CONFIG = replace(CONFIG, norm="layernorm", norm_bias=True, mlp="gelu")
+CONFIG = changed(TINY, heads=8, head_dim=16, width=128, mlp_width=64, max_positions=96, positions="learned")
+CONFIG = changed(CONFIG, norm="layernorm", norm_bias=True, mlp="gelu")
 OURS, GROUP_QUERY, FUNCTION = (peers.CONTESTANTS[i].name for i in (0, -2, -1))
 BOUND = 0.1  # standard deviations of the logits: activations are rounded to 8 bits, caches are fp16 and fp32
 
@@ -107,7 +106,7 @@ def test_a_target_is_of_the_rounds_of_one_run():
 
 
 def test_an_engine_that_computes_another_model_is_refused(package, directory):
-    other = random_package("other", replace(CONFIG, mlp="gelu", norm_eps=0.5), directory, "onnx", "int4", "fp16").path
+    other = random_package("other", changed(CONFIG, mlp="gelu", norm_eps=0.5), directory, "onnx", "int4", "fp16").path
     participants = []
     for contestant, path in zip(peers.CONTESTANTS[:2], (package, other), strict=True):
         process = PeerProcess("ours", path, 1, 64)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import bench_results
 import numpy as np
 import pytest
 
-from conftest import TINY
+from conftest import TINY, changed
 from edge_qkv.bench.__main__ import main
 from edge_qkv.bench.package import speed
 from edge_qkv.bench.package.random_weights import random_package
 from edge_qkv.bench.peers import command as peers
 from edge_qkv.bench.peers.engines import open_peer
 
-CONFIG = replace(TINY, heads=8, head_dim=16, width=128, mlp_width=64, max_positions=512, positions="learned")
-CONFIG = replace(CONFIG, norm="layernorm", norm_bias=True, mlp="gelu")
+CONFIG = changed(TINY, heads=8, head_dim=16, width=128, mlp_width=64, max_positions=512, positions="learned")
+CONFIG = changed(CONFIG, norm="layernorm", norm_bias=True, mlp="gelu")
 KINDS = "llama.cpp", "llama.cpp, no flash attention"
 
 
