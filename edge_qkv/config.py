@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_qkv import files
 from edge_qkv.errors import InputError
 from edge_qkv.layer import LAYER_FIELDS, LayerSpec, check_fields, is_whole
 
@@ -305,13 +305,7 @@ class ModelConfig:
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfig:
         """Reads a `config.json`."""
-        try:
-            fields = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-        except ValueError as error:
-            raise InputError(f"{path}: not valid JSON ({error})") from None
-        return cls.from_dict(fields, str(path))
+        return cls.from_dict(files.read_json(Path(path), "config.json"), str(path))
 
 
 def read_pattern(text: Any) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ def _number(default: int | float, meaning: str):
 class Recipe:
     """The numbers of a run; each is an option of `edge-qkv train`."""
 
-    steps: int = _number(2600, "optimizer steps")
+    steps: int = _number(2600, "optimizer steps; with more of them a finished run goes on")
     batch: int = _number(8, "sequences a step")
     context: int = _number(512, "tokens a sequence")
     learning_rate: float = _number(1.5e-3, "peak; a cosine takes it down to a tenth")

@@ -20,10 +20,10 @@ from edge_qkv import _native
 from edge_qkv.checks import chunk_size, whole
 from edge_qkv.errors import ContextFull, EdgeQKVError, InputError
 from edge_qkv.loaded import DEFAULT_CHUNK, Model
-from edge_qkv.package import encode
+from edge_qkv.package import Progress
 from edge_qkv.sampling import Sampling
 from edge_qkv.targets import named
-from edge_qkv.tokenizer import stream_text, until_stop
+from edge_qkv.tokenizer import encode, stream_text, until_stop
 
 DEFAULT_CONTEXT = 4096
 DEFAULT_SINKS = 4
@@ -35,8 +35,8 @@ class Session:
 
     package: a package directory or a loaded `Model`. context: capacity in tokens (the native engines commit memory as
     rows are written, others at once); "max": all that the budget or the model allows; None: that with a budget, else
-    4096. prefill_chunk: tokens evaluated at once; 0: 128. memory, packed, spill: of the model that is loaded here, see
-    `Model`.
+    4096. prefill_chunk: tokens evaluated at once; 0: 128. memory, packed, spill, progress: of the model that is loaded
+    here, see `Model`.
 
     overflow says what happens when tokens do not fit: 'error' raises `ContextFull`; 'window' drops all but the first
     `sinks` (None: 4) and the last `window` tokens (None: half of the context, sinks included); 'shift' drops the
@@ -57,6 +57,7 @@ class Session:
         memory: int | str | None = None,
         packed: str | Path | bool | None = None,
         spill: str | Path | None = None,
+        progress: Progress | None = None,
         overflow: str = "error",
         sinks: int | None = None,
         window: int | None = None,
@@ -74,7 +75,7 @@ class Session:
         if not isinstance(package, Model):
             planned = None if longest or memory is None else context  # only a budget asks
             loading = dict(memory=memory, context=planned, prefill_chunk=prefill_chunk, packed=packed, spill=spill)
-            package = Model(package, threads, verify, **loading)
+            package = Model(package, threads, verify, progress=progress, **loading)
         elif any(option is not None for option in (memory, packed, spill)):
             raise InputError("memory, packed and spill belong to the model; give them when the model is opened")
         self.model = package

@@ -59,6 +59,11 @@ class Target:
     def native(self) -> bool:
         return not self.hosted
 
+    def cached(self, config: ModelConfig) -> ModelConfig:
+        """The model whose cache the engine keeps: hosted engines keep the rows of all tokens, windows or not."""
+        kept = self.kept(config)
+        return kept.with_layers(window=0, sinks=0) if self.hosted else kept
+
 
 def gguf_keeps_one_row(config: ModelConfig) -> bool:
     """Whether llama.cpp caches one row for keys and values: see `edge_qkv.export.gguf.latent`."""

@@ -1,8 +1,66 @@
-"""From token ids to text as it is generated: whole characters only, and nothing past a stop string."""
+"""Text and token ids: a model's tokenizer, and text as it is generated, whole characters and no stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from edge_qkv import files
+from edge_qkv.errors import InputError, one_line
+
+# Names that tokenizers give to the token that ends a text.
+_END_TOKENS = (
+    "<|endoftext|>",
+    "</s>",
+    "<eos>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<end_of_turn>",
+    "<|end|>",
+)
+
+
+def load_tokenizer(path: Path, vocab_size: int):
+    """Reads a `tokenizer.json` and checks that the model has a row for each of its tokens."""
+    from tokenizers import Tokenizer
+
+    text = files.read_text(path, "tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception for anything it cannot parse
+        raise InputError(f"{path}: is not a tokenizer.json ({one_line(error)})") from None
+    tokenizer.no_truncation()  # files made for training carry both; a prompt is neither cut nor filled up
+    tokenizer.no_padding()
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest < 0:
+        raise InputError(f"{path}: has an empty vocabulary; give the tokenizer.json the model was trained with")
+    if largest >= vocab_size:
+        raise InputError(
+            f"{path}: belongs to another model: it has token {largest}, the model has {vocab_size} tokens; "
+            "give the tokenizer.json the model was trained with"
+        )
+    return tokenizer
+
+
+def stop_tokens(tokenizer) -> list[int]:
+    """Ids of the tokens of a tokenizer that end a text."""
+    return sorted(i for name in _END_TOKENS if (i := tokenizer.token_to_id(name)) is not None)
+
+
+def encode(tokenizer, text: str, stops: frozenset[int], start: bool) -> list[int]:
+    """The ids of `text`; `start` puts the tokens before it that open a text (never one that ends it).
+
+    Raises `InputError` for text that the tokenizer cannot express.
+    """
+    try:
+        text.encode()  # bytes of a command line that are no UTF-8 arrive as lone surrogates
+        opening = [i for i in tokenizer.encode("").ids if i not in stops] if start else []
+        return opening + tokenizer.encode(text, add_special_tokens=False).ids
+    except UnicodeEncodeError:
+        raise InputError("the text must be UTF-8; this has bytes that are not") from None
+    except Exception as error:  # the library raises plain Exception
+        raise InputError(f"the tokenizer cannot encode this text ({one_line(error)})") from None
 
 
 def stream_text(tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:

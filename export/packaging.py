@@ -16,6 +16,7 @@ from edge_qkv.errors import InputError
 from edge_qkv.export import parity
 from edge_qkv.export.progress import Progress, interruptible
 from edge_qkv.targets import named
+from edge_qkv.tokenizer import encode, load_tokenizer, stop_tokens
 
 # Opens the package at a path for sequences of so many tokens, until the end of `with`: (a function from tokens to
 # logits, the engine's name).
@@ -55,9 +56,9 @@ def write_package(
     """
     config = checkpoint.config
     tokenizer = tokenizer or checkpoint.tokenizer
-    encoder = None if tokenizer is None else package.load_tokenizer(Path(tokenizer), config.vocab_size)
-    stops = [] if encoder is None else package.stop_tokens(encoder)
-    ids = package.encode(encoder, text, frozenset(stops), start=True) if text and encoder is not None else None
+    encoder = None if tokenizer is None else load_tokenizer(Path(tokenizer), config.vocab_size)
+    stops = [] if encoder is None else stop_tokens(encoder)
+    ids = encode(encoder, text, frozenset(stops), start=True) if text and encoder is not None else None
     with files.directory_written_whole(Path(output), package.is_package_only) as directory, interruptible():
         write_model(directory)
         if tokenizer is not None:

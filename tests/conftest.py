@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -15,30 +16,34 @@ from filelock import FileLock
 
 from edge_qkv import _native
 from edge_qkv.config import ModelConfig
+from edge_qkv.layer import LAYER_FIELDS
 from edge_qkv.targets import TARGETS
 from native_build import build
 
+TINY = ModelConfig.uniform(
+    vocab_size=260,
+    max_positions=96,
+    layers=2,
+    width=32,
+    heads=4,
+    head_dim=8,
+    kv_heads=1,
+    mlp_width=48,
+    sharing="q-k=v",
+    mlp="swiglu",
+    norm="rmsnorm",
+    positions="rotary-conjugate",
+)
 
-def tiny(**changes: object) -> ModelConfig:
-    """The tiny model with other fields, as `ModelConfig.uniform` takes them."""
-    fields = dict(
-        vocab_size=260,
-        max_positions=96,
-        layers=2,
-        width=32,
-        heads=4,
-        head_dim=8,
-        kv_heads=1,
-        mlp_width=48,
-        sharing="q-k=v",
-        mlp="swiglu",
-        norm="rmsnorm",
-        positions="rotary-conjugate",
-    )
+
+def changed(config: ModelConfig, **changes: object) -> ModelConfig:
+    """A model whose layers are alike with other fields, as `ModelConfig.uniform` takes them."""
+    own = ("kinds", "pattern", "learned_positions")
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in own}
+    fields |= {name: getattr(config.only, name) for name in LAYER_FIELDS}
+    fields |= {"layers": len(config.layers), "positions": config.positions}
     return ModelConfig.uniform(**{**fields, **changes})
 
-
-TINY = tiny()
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # of `pytest -n`, one of several
 # Minutes each. One that came last would leave the other workers idle.

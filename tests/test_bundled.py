@@ -15,7 +15,7 @@ from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.export import export_package
 from edge_qkv.export.progress import silent
 from edge_qkv.recipe import HELD_TEXT
-from edge_qkv.stored import stored_as
+from edge_qkv.targets import stored_as
 from edge_qkv.training import held_out_loss
 
 

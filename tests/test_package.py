@@ -9,7 +9,8 @@ import shutil
 import pytest
 
 from edge_qkv import InputError, Package
-from edge_qkv.package import MANIFEST, encode, is_package_only, load_tokenizer
+from edge_qkv.package import MANIFEST, is_package_only
+from edge_qkv.tokenizer import encode, load_tokenizer
 
 
 @pytest.fixture

@@ -127,7 +127,9 @@ def test_it_runs_in_a_hard_limit_equal_to_its_budget(package, capsys):
 
 
 def test_restoring_replaces_a_prefill(package, capsys):
-    figures = _json("-m", "edge_qkv.bench.package.restore", package, "--tokens", CONTEXT - 1, "--repeats", 3, "--json")
+    figures = _json(
+        "-m", "edge_qkv.bench.package.snapshots", package, "--tokens", CONTEXT - 1, "--repeats", 3, "--json"
+    )
     with capsys.disabled():
         restore, prefill = figures["restore_ms"]["median"], figures["prefill_seconds"]
         saved = f"{figures['snapshot_bytes']:,} bytes in {restore:.0f} ms"
@@ -170,7 +172,7 @@ def test_executorch_beside_onnxruntime(package, packed, tmp_path, capsys, layers
 
 def test_more_than_2_gib_exports_and_runs(tmp_path):
     """Beyond the size of one protobuf, and of what 32-bit offsets reach: fp32 weights against the eager decoder."""
-    config = ModelConfig(
+    config = ModelConfig.uniform(
         vocab_size=160_000,
         max_positions=64,
         layers=1,

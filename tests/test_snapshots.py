@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from conftest import TINY, write_checkpoint
+from conftest import TINY, changed, write_checkpoint
 from edge_qkv import ContextFull, InputError, Model, Sampling, Session
 from edge_qkv.export import export_package
 
@@ -27,8 +26,8 @@ def packages(tmp_path_factory):
         "fp32": (TINY, "fp32"),
         "fp16": (TINY, "fp16"),
         "int8": (TINY, "int8"),
-        "separate V": (replace(TINY, sharing="qkv", kv_heads=2, positions="rotary-on-read"), "fp16"),
-        "separate V int8": (replace(TINY, sharing="qkv", kv_heads=4, positions="learned"), "int8"),
+        "separate V": (changed(TINY, sharing="qkv", kv_heads=2, positions="rotary-on-read"), "fp16"),
+        "separate V int8": (changed(TINY, sharing="qkv", kv_heads=4, positions="learned"), "int8"),
     }
     made: dict = {}
 

@@ -6,7 +6,7 @@ and returns the `Checkpoint`. Nothing large is read before that comparison has p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from edge_qkv.model import Decoder
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+_PREFIXES = ("module.", "_orig_mod.")
 _POSITIONS_LIMIT = 1 << 24
 
 
@@ -142,6 +143,18 @@ def check_shape(source: Source, shape: tuple[int, ...], where: str) -> None:
             f"{where}: tensor {quoted(source.name)} is {list(source.shape)} where the config implies {list(shape)}; "
             "check that config and weights belong together"
         )
+
+
+def plain_name(name: str, found: Container[str], where: str) -> str:
+    """A tensor's name without what data-parallel training and torch.compile put before it.
+
+    found: the plain names so far; raises `InputError` where this is one of them.
+    """
+    while name.startswith(_PREFIXES):
+        name = name.split(".", 1)[1]
+    if name in found:
+        raise InputError(f"{where}: tensor {quoted(name)} occurs twice, with and without a prefix; keep one")
+    return name
 
 
 def missing(where: str, name: str) -> InputError:

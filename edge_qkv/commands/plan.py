@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from edge_qkv.config import CACHE_BYTES, ModelConfig
-from edge_qkv.errors import InputError
+from edge_qkv.errors import InputError, printable
 from edge_qkv.package import Package
 from edge_qkv.planning import Plan, fits, plan, planned_model
 from edge_qkv.presets import VARIANTS, apply_variant
@@ -41,7 +41,8 @@ _PARTS = (
 _GROUPS = 4, 8  # kv heads of the grouped variants of arXiv 2606.04032, by the number of heads: 16, and more
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EPILOG
     add = parser.add_argument
     add("model", help="package, checkpoint, random:1.2B/Q-MQA, or a published size such as 300M or 1.2B/Q-GQA-4")
     add("--memory", "--budget", metavar="BYTES", help="budget as 512MB or 1.5GiB; min: the least that is needed")
@@ -122,7 +123,7 @@ def describe(name: str, made: Plan) -> str:
         rows.append(("total", f"{made.total - made.anonymous:,}", f"{made.anonymous:,}", size(made.total)))
         packed = "packed" if made.packed else "not packed"
         head += f"{made.threads} threads, weights {packed}; total {made.total:,} bytes"
-    lines = [head, "", table(rows, ("bytes", "file-backed", "anonymous", "together"))]
+    lines = [printable(head), "", table(rows, ("bytes", "file-backed", "anonymous", "together"))]
     if made.unknown:
         lines.append(f"\nno total: {made.unknown}")
     if made.memory is not None:

@@ -1,4 +1,4 @@
-"""`edge-qkv run`: options, and what they do with a session."""
+"""`edge-qkv run`: text from a package."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from edge_qkv import files
+from edge_qkv.commands import terminal
 from edge_qkv.errors import Cancelled, ContextFull, InputError
 from edge_qkv.sizes import parse_tokens
+
+SUMMARY = "Run a package: the text that follows a prompt, as it is written."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +112,7 @@ def run(arguments: argparse.Namespace) -> None:
         memory=arguments.memory,
         packed=arguments.packed,
         spill=arguments.spill,
+        progress=terminal.hashing(),
         overflow=arguments.overflow,
         sinks=arguments.sinks,
         window=arguments.window,
@@ -152,7 +156,7 @@ def _pieces(session, prompt: str | list[int], arguments: argparse.Namespace, sam
     """What to print before the text, once the prompt is accepted, and the pieces of the text."""
     from edge_qkv.tokenizer import until_stop
 
-    progress = _prefill_progress if sys.stderr.isatty() else None
+    progress = terminal.counter("prefill, tokens:", "{:,}".format, 512)
     if isinstance(prompt, str):
         pieces = session.generate(prompt, arguments.max_tokens, sampling, arguments.stop, progress)
     else:
@@ -186,10 +190,7 @@ def _prompt(arguments: argparse.Namespace) -> str | list[int]:
         if arguments.restore:
             return ""  # go on from where it was
         raise InputError("no prompt; give --prompt TEXT, --prompt-file FILE or --tokens IDS, or pipe text in")
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"the prompt must be UTF-8 text (byte {error.start} is not)") from None
+    return files.decode(files.read_stream(sys.stdin.buffer, "standard input", "the prompt"), "the prompt")
 
 
 def _figures(session) -> dict:
@@ -231,9 +232,3 @@ def _closing_lines(session, figures: dict) -> list[str]:
     if trained and figures["tokens"] > trained:
         lines.append(f"[the model was trained on {trained} tokens at once and loses its thread after]")
     return lines
-
-
-def _prefill_progress(done: int, total: int) -> None:
-    if total > 512:
-        end = "\r" if done < total else "\r\033[K"
-        print(f"\rprefill {done:,} of {total:,} tokens", end=end, file=sys.stderr, flush=True)

@@ -169,6 +169,31 @@ def test_native_directory_gives_the_saved_modules_logits(tmp_path, changes):
         torch.testing.assert_close(checkpoint.load()(ids)[0], model(ids)[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        torch.compile,
+        torch.nn.DataParallel,
+        lambda model: torch.compile(torch.nn.DataParallel(model)),
+        lambda model: torch.nn.DataParallel(torch.compile(model)),
+    ],
+    ids=["compiled", "parallel", "compiled parallel", "parallel compiled"],
+)
+def test_a_native_directory_may_hold_the_names_of_a_wrapped_module(tmp_path, wrap):
+    model = native(tmp_path)
+    wrapped = wrap(model).state_dict()
+    kept = {name: x for name, x in wrapped.items() if name.endswith(tuple(model.weight_names()))}
+    assert not kept.keys() & set(model.weight_names())
+    save_file(kept, tmp_path / "model.safetensors")
+    checkpoint = read_checkpoint(str(tmp_path))
+    assert list(checkpoint.tensors) == list(model.weight_names())
+    assert all(torch.equal(load(), model.state_dict()[name]) for name, load in checkpoint.tensors.items())
+    name = model.weight_names()[0]
+    save_file(kept | {name: model.state_dict()[name].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=f"model.safetensors: tensor '{name}' occurs twice"):
+        read_checkpoint(str(tmp_path))
+
+
 def test_loaded_model_survives_the_removal_of_its_file(tmp_path):
     model = native(tmp_path / "c")
     loaded = read_checkpoint(str(tmp_path / "c")).load()

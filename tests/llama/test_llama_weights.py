@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_qkv import package
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.export import export_package, parity
 from edge_qkv.recipe import Recipe
+from edge_qkv.tokenizer import load_tokenizer
 from edge_qkv.training import train
 from llama_file import opened
 
@@ -24,7 +24,7 @@ def trained(request, tmp_path_factory, bundled_checkpoint):
     options = dict(variant="Q-MQA", query="projected", positions=request.param) | SIZES
     report = train(bundled_checkpoint / "held-out.txt", output, RECIPE, options, 512, "fp32")
     assert report["held_out_perplexity"] < 250  # 512 when it has learnt nothing
-    tokenizer = package.load_tokenizer(output / "tokenizer.json", 512)
+    tokenizer = load_tokenizer(output / "tokenizer.json", 512)
     return output, tokenizer.encode((output / "held-out.txt").read_text()).ids[: 16 * CONTEXT]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from edge_qkv import InputError, ModelConfig, Package, files
 from edge_qkv.bench.common import say
-from edge_qkv.checkpoints.native import read_config
 from edge_qkv.packing import packed_directory
 from edge_qkv.presets import PRESETS, preset
 from edge_qkv.targets import cache_bytes_per_token, stored_as
@@ -17,7 +16,7 @@ from edge_qkv.targets import cache_bytes_per_token, stored_as
 def named_config(name: str) -> ModelConfig | None:
     """The config of a published size such as "1.2B/Q-MQA", or of the path of a config.json; None: neither."""
     if name.endswith(".json"):
-        return read_config(Path(name))
+        return ModelConfig.from_file(Path(name))
     return preset(name) if name.partition("/")[0] in PRESETS and not Path(name).exists() else None
 
 
