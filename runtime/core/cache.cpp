@@ -28,8 +28,6 @@ constexpr size_t kMostPageBytes = 64 * 1024;
 // More than any processor's user space addresses; keeps the sums below far from overflow.
 constexpr size_t kMostBytes = size_t{1} << (sizeof(size_t) == 8 ? 47 : 31);
 
-size_t to_whole_pages(size_t bytes) { return (bytes + page_bytes() - 1) / page_bytes() * page_bytes(); }
-
 // What makes every slab of a layout whole pages: multiples of this many rows.
 int64_t rows_of_whole_pages(const CacheLayout& layout) {
   int64_t rows = 1;
@@ -61,20 +59,6 @@ void check_fixed_rows(const CacheLayout& layout, int64_t context, int64_t rows) 
 }
 
 }  // namespace
-
-size_t page_bytes() {
-  static const size_t bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return bytes;
-}
-
-size_t resident_bytes(const CacheLayout& layout, int64_t rows) {
-  size_t bytes = 0;
-  for (int64_t tensor = 0; tensor < layout.tensors(); ++tensor) {
-    bytes += to_whole_pages(layout.row_bytes(tensor) * static_cast<size_t>(rows)) *
-             static_cast<size_t>(layout.kv_heads);
-  }
-  return bytes;
-}
 
 CacheMemory::CacheMemory(const CacheLayout& layout, int64_t context, int64_t rows) {
   const auto refuse = [&](const std::string& why) {

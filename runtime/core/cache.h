@@ -7,66 +7,35 @@
 #include <string>
 #include <vector>
 
-#include "attention/attention.h"
+#include "layout.h"
 
 namespace edge_qkv {
 
-// What a model caches for a token. A layer has one tensor of rows (unified) or two (keys, values); with
-// a type that has scales, as many tensors of scales follow.
-struct CacheLayout {
-  CacheType type = CacheType::kFloat16;
-  int64_t layers = 0;
-  int64_t caches = 1;  // tensors of rows a layer: 1 unified, 2 with a separate V
-  int64_t kv_heads = 0;
-  int64_t head_dim = 0;
-
-  int64_t tensors_per_layer() const { return caches * (facts(type).scale_bytes > 0 ? 2 : 1); }
-  int64_t tensors() const { return layers * tensors_per_layer(); }
-  int64_t slabs() const { return tensors() * kv_heads; }  // rows of one kv head of one tensor
-  bool holds_scales(int64_t tensor) const { return tensor % tensors_per_layer() >= caches; }
-  // Bytes that a token takes in one kv head of a tensor.
-  size_t row_bytes(int64_t tensor) const {
-    return static_cast<size_t>(holds_scales(tensor) ? facts(type).scale_bytes
-                                                    : facts(type).value_bytes * head_dim);
-  }
-  // Bytes that a token takes over all tensors.
-  int64_t token_bytes() const {
-    return layers * caches * kv_heads * (facts(type).value_bytes * head_dim + facts(type).scale_bytes);
-  }
-};
-
-// Where the caches of a session are. A tensor is [G, C, D], or [G, C] where it holds scales: the C rows
-// of a kv head, a slab, lie one after the other. Does not own the memory.
+// Where the caches of a session are: a tensor is [G, C, dim], or [G, C] where it holds scales, and its C
+// rows of a kv head, a slab, lie one after the other. Does not own the memory.
 struct CacheView {
   CacheLayout layout;
-  int64_t capacity = 0;             // C, in tokens
-  std::vector<std::byte*> tensors;  // [layers * tensors_per_layer]
+  int64_t capacity = 0;             // C, in tokens: of every tensor
+  std::vector<std::byte*> tensors;  // as in layout.tensors
 
-  size_t slab_bytes(int64_t tensor) const {
-    return layout.row_bytes(tensor) * static_cast<size_t>(capacity);
+  size_t slab_bytes(size_t tensor) const {
+    return layout.row_bytes(layout.tensors[tensor]) * static_cast<size_t>(capacity);
   }
-  size_t tensor_bytes(int64_t tensor) const {
-    return slab_bytes(tensor) * static_cast<size_t>(layout.kv_heads);
+  size_t tensor_bytes(size_t tensor) const {
+    return slab_bytes(tensor) * static_cast<size_t>(layout.tensors[tensor].kv_heads);
   }
   size_t bytes() const {  // of all tensors
     size_t sum = 0;
-    for (int64_t tensor = 0; tensor < layout.tensors(); ++tensor) sum += tensor_bytes(tensor);
+    for (size_t tensor = 0; tensor < layout.tensors.size(); ++tensor) sum += tensor_bytes(tensor);
     return sum;
   }
-  // Slab i is kv head i % G of tensor i / G.
-  std::byte* slab(int64_t i) const { return row(i / layout.kv_heads, i % layout.kv_heads, 0); }
-  std::byte* row(int64_t tensor, int64_t head, int64_t row) const {
-    return tensors[static_cast<size_t>(tensor)] + static_cast<size_t>(head) * slab_bytes(tensor) +
-           static_cast<size_t>(row) * layout.row_bytes(tensor);
+  std::byte* row(const Slab& slab, int64_t row) const {
+    return tensors[slab.tensor] + static_cast<size_t>(slab.head) * slab_bytes(slab.tensor) +
+           static_cast<size_t>(row) * layout.row_bytes(layout.tensors[slab.tensor]);
   }
 };
 
 struct RowsFile;
-
-size_t page_bytes();  // of this system
-
-// Bytes that `rows` rows of a layout take in RAM: those of each slab lie in whole pages of their own.
-size_t resident_bytes(const CacheLayout& layout, int64_t rows);
 
 // Address space for the tensors of a CacheView. Nothing is in RAM until rows are written: 1,000 tokens
 // of a context of 32,768 cost 1,000 tokens, rounded up to pages.
@@ -115,8 +84,8 @@ class CacheMemory {
   const std::shared_ptr<const RowsFile>& file() const { return file_; }
 
  private:
-  size_t slab_row_bytes(int64_t slab) const {
-    return view_.layout.row_bytes(slab / view_.layout.kv_heads);
+  size_t row_bytes(const Slab& slab) const {
+    return view_.layout.row_bytes(view_.layout.tensors[slab.tensor]);
   }
   bool map_slab(const RowsFile& file, int64_t slab, int64_t length);
 
