@@ -44,6 +44,9 @@ struct LayerKind {
   int64_t mlp_matrices = 2;  // 2, or 3 with a gate
 };
 
+// Of one forward.
+constexpr int64_t kMostChunk = 1 << 20;
+
 struct Description {
   int64_t vocab_size = 0;
   int64_t max_positions = 0;
@@ -63,15 +66,12 @@ struct Description {
   int64_t layers() const { return static_cast<int64_t>(pattern.size()); }
 };
 
-// The version of the attention operator that the graphs and programs of this description call.
-constexpr int64_t kOperatorVersion = 2;
-
 // Reads `text`. Throws Error with `status`; its sentence begins with `source`, the file.
 Description read_description(const std::string& text, const std::string& source,
                              eqkv_status status = EQKV_BAD_PACKAGE);
 
-// The layer whose rows the layer `i` reads: `i` itself, where it has its own.
-size_t rows_from(const Description& description, size_t i);
+// For each layer the one whose rows it reads: itself, where it has its own.
+std::vector<size_t> rows_from(const Description& description);
 
 // The tensors that a session has for the model.
 CacheLayout cache_layout(const Description& description);

@@ -17,6 +17,7 @@ namespace edge_qkv {
 // A model as its file describes it: what can be known before anything large is read.
 struct ModelInfo {
   const char* engine = "";  // a literal: the name in the table of engines
+  std::string path;         // of its model file
   std::string text;         // the description as the file has it
   Description description;  // what it says
   CacheLayout layout;       // the tensors of a session

@@ -22,7 +22,6 @@ struct PlanOptions {
 };
 
 constexpr int64_t kPrefillChunk = 128;
-constexpr int64_t kMostChunk = 1 << 20;
 
 // Tokens evaluated at once where `asked` are asked for (0: kPrefillChunk), the model takes at most
 // `most` (0: any number) and the context holds `context`.
@@ -71,8 +70,9 @@ struct Plan {
   }
 };
 
-// Throws Error with EQKV_INVALID_ARGUMENT for numbers that no model or request has. A plan that the
-// budget does not hold is returned, with `over_budget` set; for context 0 it is then that of one token.
+// Throws Error with EQKV_INVALID_ARGUMENT for options out of range, and for a model that the engine does
+// not have. A plan that the budget does not hold is returned, with `over_budget` set; for context 0 it
+// is then that of one token.
 Plan plan_memory(const Description& model, const PlanOptions& options, const PlanEngine& engine);
 
 }  // namespace edge_qkv
