@@ -36,14 +36,15 @@ LiveRows last_rows(const CacheTensor& tensor, int64_t length, int64_t rows) {
   return {tensor.sinks, first, length};
 }
 
-int64_t margin_of(const CacheTensor& tensor, int64_t margin) {
-  return margin == 0 ? tensor.window : margin;
+// Of `length` tokens: more than all are not kept.
+int64_t margin_of(const CacheTensor& tensor, int64_t margin, int64_t length) {
+  return margin == 0 ? tensor.window : std::min(margin, length);
 }
 
 }  // namespace
 
 LiveRows live_rows(const CacheTensor& tensor, int64_t length, int64_t margin) {
-  return last_rows(tensor, length, tensor.window + margin_of(tensor, margin));
+  return last_rows(tensor, length, tensor.window + margin_of(tensor, margin, length));
 }
 
 LiveRows visible_rows(const CacheTensor& tensor, int64_t length) {
@@ -64,8 +65,7 @@ size_t resident_bytes(const CacheLayout& layout, int64_t length, int64_t margin,
       return layout.row_bytes(tensor) * static_cast<size_t>(rows);
     };
     size_t slab = to_whole_pages(bytes(length));
-    // No sum here overflows: neither number is beyond what a model or a session may have.
-    const int64_t live = tensor.window + margin_of(tensor, margin) + chunk;
+    const int64_t live = tensor.window + margin_of(tensor, margin, length) + chunk;
     if (tensor.window > 0 && tensor.sinks + live < length) {
       const size_t pages =
           to_whole_pages(bytes(tensor.sinks)) + to_whole_pages(bytes(live)) + page_bytes();

@@ -69,7 +69,7 @@ size_t to_whole_pages(size_t bytes);
 
 // The most that the rows take in RAM until there are `length`, of which each evaluation adds at most
 // `chunk`: those of each slab lie in whole pages of their own, live rows at either end of theirs. Never
-// falls as a number grows.
+// falls as length or chunk grows.
 size_t resident_bytes(const CacheLayout& layout, int64_t length, int64_t margin, int64_t chunk);
 
 }  // namespace edge_qkv
