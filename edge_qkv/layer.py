@@ -93,6 +93,9 @@ class LayerSpec:
         check(self.attention_scale >= 0, "attention_scale", "must be positive, or 0 for 1/sqrt(head_dim)")
         check(self.heads % self.kv_heads == 0, "kv_heads", f"must divide heads ({self.heads})")
         check(self.window > 0 or self.sinks == 0, "sinks", "needs a window")
+        room = self.head_dim - self.rotary_offset
+        even = self.rotary_dim % 2 == 0 and self.rotary_dim <= room
+        check(even, "rotary_dim", f"must be even and with rotary_offset at most head_dim ({self.head_dim})")
         self._check_rows()
         if self.rotary:
             self._check_rotation()
@@ -113,12 +116,8 @@ class LayerSpec:
 
     def _check_rotation(self) -> None:
         check, end = self._check, self.rotary_offset + self.rotated
-        check(self.rotated % 2 == 0, "rotary_dim", "must be even, and be set when head_dim is odd")
-        check(
-            end <= self.head_dim,
-            "rotary_dim",
-            f"with rotary_offset must be at most head_dim ({self.head_dim})",
-        )
+        check(self.rotated > 0, "rotary_offset", f"must be below head_dim ({self.head_dim})")
+        check(self.rotated % 2 == 0, "rotary_dim", "must be set when head_dim is odd")
         apart = self.rotary_offset >= self.values or end <= self.values
         conjugate_row = self.unified and self.positions == "rotary-conjugate"
         check(
