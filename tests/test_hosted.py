@@ -29,6 +29,7 @@ from edge_qkv.engines.hosted import HostedModel, refuse_options
 from edge_qkv.model import Decoder
 from edge_qkv.package import Package
 from edge_qkv.packing import is_packed
+from other_threads import check_every_method, check_soundness
 
 PLAIN = replace(TINY, positions="rotary-on-read")
 CAPACITY, CHUNK = PLAIN.max_positions, 16
@@ -178,6 +179,23 @@ def test_fill_keeps_the_rows_that_are_there(session, ids):
         session.fill(59)
     session.rewind(10)
     np.testing.assert_array_equal(session.score(ids[10:20]), rest)
+
+
+def test_a_second_thread_is_refused_and_the_session_stays_sound(session, ids, tmp_path):
+    check_every_method(session, tmp_path / "saved", ids[:40])
+    check_soundness(session, tmp_path / "saved", ids, rounds=5)
+
+
+def test_the_token_after_a_full_context_and_tokens_that_are_taken_back(model, ids):
+    with Session(model, CAPACITY) as session, Session(model, CAPACITY) as fresh:
+        given = list(session.generate_tokens(ids, 1, Sampling(temperature=0)))
+        assert session.tokens == ids + given and len(given) == 1
+        with pytest.raises(ContextFull):
+            session.logits()
+        session.take_back(10)
+        fresh.evaluate(session.tokens)
+        assert session.tokens == ids[:-9] and session.generated == []
+        np.testing.assert_allclose(session.logits(), fresh.logits(), atol=TOLERANCE)
 
 
 def test_sampling_is_the_native_engines(model, random_package, ids):
