@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import pickle
 import re
 import shutil
@@ -300,6 +301,13 @@ def test_a_snapshot_of_another_model_is_refused(random_package, refused, ids, tm
 def test_a_snapshot_that_is_too_long_is_refused(model, parts, tmp_path):
     with Session(model, 19) as small, pytest.raises(ContextFull, match="saved: its 20 tokens"):
         small.restore(tmp_path / "saved")
+
+
+def test_a_snapshot_that_no_memory_holds_is_refused_unread(session, tmp_path):
+    (tmp_path / "saved").touch()
+    os.truncate(tmp_path / "saved", 1 << 40)
+    with pytest.raises(ContextFull, match="saved: is larger than any snapshot"):
+        session.restore(tmp_path / "saved")
 
 
 @pytest.mark.parametrize(
