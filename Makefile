@@ -6,8 +6,7 @@ TORCH ?= torch==2.13.0
 EXECUTORCH ?= executorch==1.5.1 torchao==0.18.0
 # Built from its sources, and not for `make test`: it takes many minutes.
 LLAMA ?= llama-cpp-python==0.3.36
-# Compilers ask the processor for AMX, which some virtual machines announce and do not have: there it is not compiled in.
-LLAMA_FLAGS ?= $(shell grep -qs '^flags' /proc/cpuinfo && ! grep -qs amx_int8 /proc/cpuinfo && echo -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
+LLAMA_FLAGS ?= $(shell sh bench/peers/llama_flags.sh)
 PEERS ?= 1.2B/Q-MQA
 THREADS ?= 1 $(shell nproc 2>/dev/null || echo 2)
 # Processes that run the tests, each on a core and in up to 3 GB of memory.

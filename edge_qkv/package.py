@@ -14,18 +14,12 @@ from typing import Any
 from edge_qkv import files
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
+from edge_qkv.targets import TARGETS
 from edge_qkv.tokenizer import load_tokenizer
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 MANIFEST = "edge_qkv.json"
-FORMAT = 2
-# Target -> the file or directory that its engine opens.
-MODEL_FILES = {
-    "onnx": "model.onnx",
-    "executorch": "model.pte",
-    "coreml": "model.mlpackage",
-    "gguf": "model.gguf",
-}
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,8 @@ class Package:
             )
         config = ModelConfig.from_dict(manifest.get("config"), str(manifest_file))
         listed, target = manifest.get("files"), manifest.get("target")
-        model = MODEL_FILES.get(target) if isinstance(target, str) and isinstance(listed, dict) else None
+        known = isinstance(target, str) and target in TARGETS and isinstance(listed, dict)
+        model = TARGETS[target].model_file if known else None
         if not model or not any(name == model or name.startswith(f"{model}/") for name in listed):
             raise InputError(f"{manifest_file}: lists no model file; export the package again")
         stops, parity = manifest.get("stop_tokens"), manifest.get("parity")
@@ -99,7 +94,7 @@ class Package:
 
     @property
     def target(self) -> str:
-        """What it was exported to, one of `MODEL_FILES`."""
+        """What it was exported to, one of `edge_qkv.targets.TARGETS`."""
         return self.manifest["target"]
 
     @property

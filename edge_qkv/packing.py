@@ -8,9 +8,9 @@ from pathlib import Path
 
 from edge_qkv import _native
 from edge_qkv.checks import thread_count
-from edge_qkv.engines import HOSTED
 from edge_qkv.errors import InputError
 from edge_qkv.package import Package, Progress
+from edge_qkv.targets import named
 
 
 def packed_directory() -> Path:
@@ -49,7 +49,7 @@ def pack(
     the memory of the weights. progress: of `Package.verify`. Returns the directory; raises `InputError`.
     """
     checked = Package.open(package, verify, progress)
-    if checked.target in HOSTED:
+    if named(checked.target).hosted:
         raise InputError(f"{checked.path}: the engine of a {checked.target} package prepares its weights by itself")
     folder = Path(directory) if directory is not None else packed_directory()
     options = model_options(checked, folder, threads=threads)
@@ -60,7 +60,7 @@ def pack(
 def is_packed(package: str | Path | Package, directory: str | Path | bool | None = None) -> bool:
     """Whether `pack` has prepared the package for this processor in `directory` (None: `packed_directory()`)."""
     package = package if isinstance(package, Package) else Package.open(package, verify=False)
-    if package.target in HOSTED:
+    if named(package.target).hosted:
         return False
     packed, options = ctypes.c_int32(), model_options(package, directory)
     _native.call("eqkv_model_is_packed", os.fsencode(package.path), ctypes.byref(options), ctypes.byref(packed))

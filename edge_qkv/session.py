@@ -21,11 +21,11 @@ import numpy as np
 
 from edge_qkv import _native
 from edge_qkv.checks import chunk_size, whole
-from edge_qkv.engines import HOSTED
 from edge_qkv.errors import ContextFull, EdgeQKVError, InputError
 from edge_qkv.loaded import DEFAULT_CHUNK, Model
 from edge_qkv.package import Progress
 from edge_qkv.sampling import Sampling
+from edge_qkv.targets import named
 from edge_qkv.tokenizer import encode, stream_text, until_stop
 
 DEFAULT_CONTEXT = 4096
@@ -64,7 +64,9 @@ class Session:
     overflow says what happens when tokens do not fit: 'error' raises `ContextFull`; 'window' drops all but the first
     `sinks` (None: 4) and the last `window` tokens (None: half of the context, sinks included); 'shift' drops the
     oldest `block` tokens (None: a quarter of the context). Tokens after the dropped ones move up to their places;
-    models with learned positions are refused, for their cached rows cannot move. Raises `InputError`.
+    models with learned positions are refused, for their cached rows cannot move.
+
+    margin: rows that layers with a window keep behind it, for rewinds; 0: as many as the window. Raises `InputError`.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Session:
         sinks: int | None = None,
         window: int | None = None,
         block: int | None = None,
+        margin: int = 0,
     ) -> None:
         if overflow not in OVERFLOW:
             raise InputError(f"overflow = {overflow!r}: must be one of {', '.join(OVERFLOW)}")
@@ -106,6 +109,7 @@ class Session:
         self.context, self.prefill_chunk = context, prefill_chunk
         # What belongs to another overflow option is refused there.
         options = dict(context=context, prefill_chunk=prefill_chunk, overflow=OVERFLOW[overflow]) | dropping
+        options["margin"] = whole(margin, "margin")
         options = _native.SessionOptions(**options)
         self._overflow = overflow
         self._user: dict[str, int] = {}  # the thread that is in a method, by `_by_one_thread`
@@ -170,17 +174,23 @@ class Session:
         return self._engine.sample()
 
     @_by_one_thread
-    def rewind(self, length: int) -> None:
-        """Forgets all but the first `length` tokens."""
+    def rewind(self, length: int, progress: Callable[[int, int], None] | None = None) -> int:
+        """Forgets all but the first `length` tokens, and returns how many of those had to be evaluated again.
+
+        That is 0 unless layers with a window have given back rows that the next token sees: then all are, and
+        progress(done, total) is called after each chunk.
+        """
         self._sync()
         in_cache, total = len(self._evaluated), len(self._evaluated) + len(self._pending)
         length = whole(length, "length to rewind to", 0, total, ", the tokens of the session")
         if length >= in_cache:
             del self._pending[length - in_cache :]
-            return
+            return 0
+        kept = self._evaluated[:length]
         self._change([])
-        self._engine.rewind(length)
-        self._changed(self._evaluated[:length], [])
+        again = self._engine.rewind(length, progress)
+        self._changed(kept, [])
+        return again
 
     @_by_one_thread
     def take_back(self, count: int) -> None:
@@ -421,7 +431,7 @@ class Session:
             used = min(total - more, self.context)
             lacking = "1 more token does" if total - used == 1 else f"{total - used} more tokens do"
             remedies = "fewer tokens, or an overflow option"
-            if self.model.package.target in HOSTED:
+            if named(self.model.package.target).hosted:
                 remedies = "or fewer tokens"
             raise ContextFull(
                 f"{lacking} not fit: {used} of the context of {self.context} are used; give a larger context "

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from edge_qkv import Sampling, Session
-from edge_qkv.bench.package import restore
+from edge_qkv.bench.package import snapshots as restore
 from edge_qkv.cli import main
 from edge_qkv.planning import plan
 

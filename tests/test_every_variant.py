@@ -18,7 +18,7 @@ from eager import Expected, expect, walk, walk_session
 from edge_qkv import Model, Session
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.config import POSITIONS
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from edge_qkv.export.onnx.stock import StockSession
 from samples import QUERY_MODES_2510, VARIANTS_2606, write_2510, write_2606
 
@@ -68,7 +68,7 @@ class Variant:
 
     def export(self, target: str) -> Path:
         output = self.source.with_name(target)
-        TARGETS[target](str(self.source), output, weights="fp32", cache=self.cache, parity=False, **self.window)
+        export_package(target, str(self.source), output, weights="fp32", cache=self.cache, parity=False, **self.window)
         return output
 
 

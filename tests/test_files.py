@@ -14,7 +14,7 @@ from edge_qkv import InputError, Package
 from edge_qkv.bench import results
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.cli import main
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from edge_qkv.files import LIMITS, read_text
 from edge_qkv.package import MANIFEST, is_package_only
 from edge_qkv.recipe import HELD_TEXT, Recipe
@@ -54,9 +54,11 @@ READERS = {
     ),
     "tokenizer.json": (
         lambda folder: load_tokenizer(_sparse(folder / "tokenizer.json"), 260),
-        lambda folder: TARGETS["onnx"](str(_beside_weights(folder, "tokenizer.json")), folder / "package"),
+        lambda folder: export_package("onnx", str(_beside_weights(folder, "tokenizer.json")), folder / "package"),
     ),
-    "--parity-text": (lambda folder: TARGETS["onnx"](str(_beside_weights(folder, HELD_TEXT)), folder / "package"),),
+    "--parity-text": (
+        lambda folder: export_package("onnx", str(_beside_weights(folder, HELD_TEXT)), folder / "package"),
+    ),
     "--data": (lambda folder: train(_sparse(folder / "data"), folder, *TRAINING),),
     "report": (_report,),
     "result": (lambda folder: results.read(_sparse(folder / "bench.json"), "package"),),

@@ -21,18 +21,19 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import TINY
+from conftest import TINY, changed
 from eager import TOLERANCE, expect, walk_session
-from edge_qkv import Cancelled, ContextFull, InputError, Model, Sampling, Session, _native, engines, pack, plan
+from edge_qkv import Cancelled, ContextFull, InputError, Model, Sampling, Session, _native, pack, plan
 from edge_qkv.cli import main
 from edge_qkv.engines import ModelOptions
 from edge_qkv.engines.hosted import HostedModel, refuse_options
 from edge_qkv.model import Decoder
 from edge_qkv.package import Package
 from edge_qkv.packing import is_packed
+from edge_qkv.targets import TARGETS
 from other_threads import check_every_method, check_soundness
 
-PLAIN = replace(TINY, positions="rotary-on-read")
+PLAIN = changed(TINY, positions="rotary-on-read")
 CAPACITY, CHUNK = PLAIN.max_positions, 16
 AT_ONCE = 6  # tokens of a call: chunks are several, and the last one is shorter
 LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)
@@ -100,7 +101,7 @@ def hosted(random_package, closed) -> tuple[Decoder, Path]:
         return HostedModel(package, "eager", new_cache, lambda: closed.append("eager"))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(engines.HOSTED, "gguf", "eager")
+        patch.setitem(TARGETS, "gguf", replace(TARGETS["gguf"], hosted="eager"))
         patch.setitem(sys.modules, "edge_qkv.engines.eager", types.SimpleNamespace(open_model=open_model))
         yield decoder, package
 
@@ -570,7 +571,7 @@ def test_what_fits_on_a_device_is_not_known(package, capsys, of):
 
 def test_without_llama_cpp_a_package_says_what_to_install(random_package, tmp_path, monkeypatch):
     package = shutil.copytree(random_package("gguf", PLAIN, "fp32", weights="f32")[1], tmp_path / "package")
-    monkeypatch.setitem(engines.HOSTED, "gguf", "llama_cpp")
+    monkeypatch.setitem(TARGETS, "gguf", replace(TARGETS["gguf"], hosted="llama_cpp"))
     monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as where it is not installed
     with pytest.raises(InputError, match=r"pip install 'edge-qkv\[llama-cpp\]', which builds it from source and takes"):
         Model(package)

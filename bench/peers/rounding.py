@@ -12,7 +12,7 @@ import numpy as np
 from edge_qkv import InputError, Package
 from edge_qkv.bench.common import say
 from edge_qkv.commands.demo import CHECKPOINT
-from edge_qkv.stored import stored_as
+from edge_qkv.targets import stored_as
 
 
 def perplexity_change(target: str, weights: str, directory: Path) -> float:
@@ -26,7 +26,7 @@ def perplexity_change(target: str, weights: str, directory: Path) -> float:
 
 
 def _of_package(target: str, weights: str, directory: Path) -> float:
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
 
     path = directory / f"bundled-{target}-{weights}"
     try:
@@ -34,7 +34,7 @@ def _of_package(target: str, weights: str, directory: Path) -> float:
     except InputError:
         say(f"exporting the bundled model to {path}")
         directory.mkdir(parents=True, exist_ok=True)
-        report = TARGETS[target](str(CHECKPOINT), path, weights=weights)["parity"]
+        report = export_package(target, str(CHECKPOINT), path, weights=weights)["parity"]
     return report["perplexity_change"]
 
 

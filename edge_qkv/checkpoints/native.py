@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edge_qkv.checkpoints.checkpoint import Checkpoint, NeedsTorch, Source, assemble, beside, has_torch
+from edge_qkv.checkpoints.checkpoint import Checkpoint, NeedsTorch, Source, assemble, beside, has_torch, plain_name
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError, one_line
 
@@ -34,7 +34,7 @@ def _sources(path: Path) -> dict[str, Source]:
         for name in file.keys():  # noqa: SIM118 (it cannot be iterated)
             view = file.get_slice(name)
             dtype = view.get_dtype()
-            sources[name] = Source(
+            sources[plain_name(name, sources, str(path))] = Source(
                 name, tuple(view.get_shape()), _DTYPES.get(dtype, dtype), lambda name=name: _read(file, name)
             )
     except (SafetensorError, OSError, ValueError) as error:

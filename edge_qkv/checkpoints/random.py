@@ -41,7 +41,7 @@ def read(spec: str) -> Checkpoint:
         return Checkpoint(config, NeedsTorch(where), NAME, path, tokenizer)
 
     def source(name: str, shape: tuple[int, ...]) -> Source:
-        return Source(name, shape, "float32", lambda: _make(name, shape, config.layers))
+        return Source(name, shape, "float32", lambda: _make(name, shape, len(config.layers)))
 
     return assemble(config, source, NAME, path, where, tokenizer)
 

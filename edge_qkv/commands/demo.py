@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
     and not the exporter's. ExecuTorch is left out where it is not installed.
     """
     need("torch", "export")
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
 
     max_tokens, threads = arguments.max_tokens, arguments.threads
     columns = {}
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
         package = arguments.output / f"shakespeare-{target}-{weights}"
         print(f"== export the bundled checkpoint to {target}, {weights} weights", flush=True)
         try:
-            manifest = TARGETS[target](str(CHECKPOINT), package, weights=weights)
+            manifest = export_package(target, str(CHECKPOINT), package, weights=weights)
         except InputError as error:
             if target != "executorch":
                 raise

@@ -8,23 +8,12 @@ from pathlib import Path
 
 from edge_qkv.commands import need
 from edge_qkv.config import CACHE_BYTES
-from edge_qkv.stored import (
-    BLOCK_SIZES,
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_COREML_BLOCK,
-    DEFAULT_COREML_CHUNK,
-    DEFAULT_GROUP_SIZE,
-    DEFAULT_PREFILL_CHUNK,
-    STORAGE,
-    WEIGHTS,
-)
+from edge_qkv.targets import BLOCK_SIZES, TARGETS, WEIGHTS
 
 SUMMARY = "Export a checkpoint to a model package and compare the two."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from edge_qkv.export import TARGETS
-
     add = parser.add_argument
     add("checkpoint", help="checkpoint file or directory, or random:PRESET for random weights")
     add("--target", default="onnx", choices=tuple(TARGETS), help="engine that is to run the package")
@@ -39,16 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-size",
         type=int,
         choices=BLOCK_SIZES,
-        help="weights that share a scale, in onnx int4 and int8, executorch 8da4w and coreml int4; default: "
-        f"{DEFAULT_BLOCK_SIZE}, {DEFAULT_GROUP_SIZE} and {DEFAULT_COREML_BLOCK}",
+        help=f"weights that share a scale; default: {_default_blocks()}",
     )
     add(
         "--window",
         type=int,
         default=0,
         metavar="W",
-        help="a token sees the last W tokens (the cache still holds every token; see run --overflow); "
-        "0: as the checkpoint says",
+        help="in layers that see all tokens, a token sees the last W of them; 0: as the checkpoint says",
     )
     add("--sinks", type=int, default=0, metavar="S", help="and the first S tokens; 0: as the checkpoint says")
     add("--capacity", type=int, metavar="TOKENS", help="longest context of the package; default: all the model allows")
@@ -56,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill-chunk",
         type=int,
         metavar="TOKENS",
-        help="most tokens of one call, which files for executorch and coreml fix; default: "
-        f"{DEFAULT_PREFILL_CHUNK} and {DEFAULT_COREML_CHUNK}",
+        help="most tokens of one call, where files fix it; default: "
+        + ", ".join(f"{known.prefill_chunk} for {name}" for name, known in TARGETS.items() if known.prefill_chunk),
     )
     add("--output", type=Path, required=True, help="package directory to write; replaced as a whole")
     add("--tokenizer", type=Path, help="tokenizer.json; default: the one beside the checkpoint")
@@ -69,12 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     need("torch", "export")
     from edge_qkv.commands.inspect import describe, inspect
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
     from edge_qkv.export.progress import Bar
 
     bar = Bar()
     try:
-        manifest = TARGETS[arguments.target](
+        manifest = export_package(
+            arguments.target,
             arguments.checkpoint,
             arguments.output,
             weights=arguments.weights,
@@ -96,10 +84,21 @@ def run(arguments: argparse.Namespace) -> None:
         return
     print(describe(str(arguments.output), inspect(str(arguments.output))))
     prompt = "--prompt TEXT" if "tokenizer.json" in manifest["files"] else "--tokens 1,2,3"
-    where = " on a Mac" if arguments.target == "coreml" else ""
+    runs_on = TARGETS[arguments.target].runs_on
+    where = f" {runs_on}" if runs_on else ""
     print(f"\nrun it{where}: edge-qkv run {arguments.output} {prompt}")
 
 
 def _weights_of(target: str) -> list[str]:
     """The weight types of a target, with the names that they have in others."""
-    return [f"{name} ({how.also})" if how.also else name for name, how in STORAGE[target].weights.items()]
+    return [f"{name} ({how.also})" if how.also else name for name, how in TARGETS[target].weights.items()]
+
+
+def _default_blocks() -> str:
+    blocks = [
+        f"{how.default_block} in {target} {name}"
+        for target, known in TARGETS.items()
+        for name, how in known.weights.items()
+        if how.default_block
+    ]
+    return ", ".join(blocks)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from edge_qkv.commands import terminal
+from edge_qkv.targets import named
 
 SUMMARY = "Prepare a package's weights for this processor: they load faster and take less anonymous memory."
 
@@ -19,14 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from edge_qkv.engines import HOSTED
     from edge_qkv.package import Package
     from edge_qkv.packing import is_packed, pack
     from edge_qkv.tables import size
 
     package = Package.open(arguments.package, verify=False)
     before = is_packed(package, arguments.output)
-    if not before and package.target not in HOSTED:  # those are refused
+    if not before and named(package.target).native:  # those are refused
         print(f"packing {arguments.package}: once for this processor", file=sys.stderr)
     folder = pack(arguments.package, arguments.output, arguments.threads, progress=terminal.hashing())
     on_disk = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

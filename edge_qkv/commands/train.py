@@ -7,7 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from edge_qkv.commands import need
-from edge_qkv.config import POSITIONS, QUERY
+from edge_qkv.config import POSITIONS
+from edge_qkv.layer import QUERY
 from edge_qkv.recipe import Recipe
 
 SUMMARY = "Train a small model on a text file; stop it and it goes on where it was."

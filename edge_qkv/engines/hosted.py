@@ -180,9 +180,10 @@ class HostedSession(Closable):
             )
             return token.value
 
-    def rewind(self, length: int) -> None:
+    def rewind(self, length: int, progress: Callable[[int, int], None] | None = None) -> int:
         with self._call():
             self._rewind(length)
+        return 0  # all rows are kept
 
     def match(self, tokens: np.ndarray) -> int:
         with self._call():

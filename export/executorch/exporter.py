@@ -14,12 +14,11 @@ from edge_qkv.errors import InputError
 from edge_qkv.export import operator
 from edge_qkv.export.executorch import program as executorch_program
 from edge_qkv.export.executorch import weights as executorch_weights
-from edge_qkv.export.packaging import Runner, Stored, check_cache, check_space, open_session, write_package
+from edge_qkv.export.packaging import Runner, Stored, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
-from edge_qkv.package import MODEL_FILES
-from edge_qkv.stored import DEFAULT_PREFILL_CHUNK, stored_as
+from edge_qkv.targets import named, stored_as
 
-MODEL = MODEL_FILES["executorch"]
+MODEL = named("executorch").model_file
 MOST_TOKENS_AT_ONCE = 4096  # buffers are planned for as many
 _UNKNOWN = "0" * 64  # stands for the fingerprint until the rest of the file is known
 
@@ -55,12 +54,11 @@ def export_executorch(
             "--no-deps .), or leave the report out (--no-parity)"
         )
     weights, how, block = stored_as("executorch", weights, block_size)
-    check_cache(cache)
     config = checkpoint.config
     if config.max_positions < 2:
         raise InputError(f"--capacity {config.max_positions}: a program has room for at least 2 tokens; give more")
     most = min(MOST_TOKENS_AT_ONCE, config.max_positions)
-    chunk = min(DEFAULT_PREFILL_CHUNK, most) if prefill_chunk is None else prefill_chunk
+    chunk = min(named("executorch").prefill_chunk, most) if prefill_chunk is None else prefill_chunk
     if not 2 <= chunk <= most:
         raise InputError(f"--prefill-chunk {chunk} is out of range; choose from 2 to {most:,} tokens")
 

@@ -23,8 +23,8 @@ from edge_qkv import attention
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.errors import InputError
 from edge_qkv.export.progress import Progress
+from edge_qkv.formats import Format, Weights
 from edge_qkv.model import Decoder
-from edge_qkv.stored import Format, Weights
 
 _STORED = (nn.Linear, nn.Embedding)  # whose weights have a format of their own
 

@@ -26,7 +26,7 @@ from edge_qkv.export.onnx.weights import Pieces, Recipe
 from edge_qkv.export.packaging import Runner, Stored, check_cache, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.export.quantize import BLOCK_SIZES
-from edge_qkv.stored import DEFAULT_BLOCK_SIZE
+from edge_qkv.targets import named
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
 BITS = {"fp32": 0, "int8": 8, "int4": 4}
@@ -135,7 +135,7 @@ def _recipe(weights: str, block_size: int | None, accuracy_level: int) -> Recipe
             f"--block-size {block_size} is not supported; choose one of {', '.join(map(str, BLOCK_SIZES))}"
         )
     head, table = (HEAD_BITS, TABLE_BITS) if bits else (0, 0)
-    return Recipe(bits, head, table, block_size or DEFAULT_BLOCK_SIZE, accuracy_level)
+    return Recipe(bits, head, table, block_size or named("onnx").weights["int4"].default_block, accuracy_level)
 
 
 def _write_data(checkpoint: Checkpoint, storage, data, path: Path, progress: Progress) -> None:

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from edge_qkv.config import ModelConfig
 from edge_qkv.export.quantize import blocks_of, quantize
 from edge_qkv.model import Decoder, RMSNorm
-from edge_qkv.stored import ALIGNMENT, INLINE_BELOW
+from edge_qkv.targets import named
 
 # Rows of a quantised head that one operator takes. An engine that repacks a matrix holds it twice while it does so:
 # with the head of a large vocabulary in one piece, that moment would be the peak of memory.
 HEAD_ROWS = 8192
+
+_SIZES = named("onnx").sizes
 
 Pieces = dict[str, Tensor]  # name in the file -> data
 
@@ -267,9 +269,9 @@ class DataFile:
             piece, offset = storage.place_of(name)
             sizes[piece] = max(sizes.get(piece, 0), offset + _nbytes(parameter))
         for piece, size in sizes.items():
-            if size >= INLINE_BELOW:
+            if size >= _SIZES.inline_below:
                 self._offset[piece] = self.bytes
-                self.bytes += -(-size // ALIGNMENT) * ALIGNMENT
+                self.bytes += -(-size // _SIZES.alignment) * _SIZES.alignment
 
     def write(self, path: Path, sources: Mapping[str, Callable[[], Pieces]], done: Callable[[str], None]) -> None:
         """Makes and writes the pieces of one source after the other; `done(source)` follows each."""

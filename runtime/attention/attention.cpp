@@ -59,7 +59,7 @@ struct WorkPlan {
   int64_t splits;         // of these rows; 1 unless there are few blocks
   int64_t split_rows;     // rows in a split
   int64_t max_splits;     // the most splits that any `past` up to this one gives
-  size_t partial_floats;  // [block_rows, D + 2]: a block's partial result
+  size_t partial_floats;  // [block_rows, V + 2]: a block's partial result
 };
 
 int64_t count(RowRange range) { return std::max<int64_t>(range.end - range.begin, 0); }
@@ -79,6 +79,7 @@ WorkPlan make_plan(const AttentionParams& p, int lanes) {
   TilePlan& tile = plan.tile;
   tile.group = p.num_heads / p.kv_heads;
   tile.dim_pad = round_up(p.head_dim, lanes);
+  tile.value_pad = round_up(p.value_dim, lanes);
   plan.query_rows = p.tokens * tile.group;
   const int most = std::clamp(kBlockFloats / tile.dim_pad / lanes * lanes, kMinBlockRows, kMaxBlockRows);
   tile.block_rows = static_cast<int>(std::min<int64_t>(most, plan.query_rows));
@@ -102,7 +103,7 @@ WorkPlan make_plan(const AttentionParams& p, int lanes) {
     plan.splits = ceil_div(rows, plan.split_rows);
     plan.max_splits = splits(kSplitRows);
   }
-  plan.partial_floats = static_cast<size_t>(tile.block_rows) * (p.head_dim + kPartialExtra);
+  plan.partial_floats = static_cast<size_t>(tile.block_rows) * (p.value_dim + kPartialExtra);
   return plan;
 }
 
@@ -126,17 +127,18 @@ class Arena {
 };
 
 Scratch take_scratch(Arena& arena, const TilePlan& tile) {
-  const size_t rows = tile.block_pad, dim = tile.dim_pad, cached = tile.tile_rows;
+  const size_t rows = tile.block_pad, cached = tile.tile_rows;
+  const size_t dim = tile.dim_pad, wider = std::max(tile.dim_pad, tile.value_pad);
   Scratch s;
   s.query = arena.take<float>(rows * dim);
   s.scores = arena.take<float>(rows * cached);
   s.keys = arena.take<float>(cached * dim);
-  s.values = arena.take<float>(cached * dim);
-  s.acc = arena.take<float>(rows * dim);
+  s.values = arena.take<float>(cached * wider);
+  s.acc = arena.take<float>(rows * tile.value_pad);
   s.row_max = arena.take<float>(rows);
   s.row_sum = arena.take<float>(rows);
   s.decay = arena.take<float>(rows);
-  s.row = arena.take<float>(dim);
+  s.row = arena.take<float>(wider);
   s.query_scale = arena.take<float>(rows);
   s.weight_scale = arena.take<float>(rows);
   s.tile_scales = arena.take<float>(4 * cached);
@@ -175,13 +177,15 @@ class Call {
   }
 
   void run(size_t tasks, ThreadPool pool) {
-    const int64_t appended = params_.batch * params_.tokens * params_.kv_heads * params_.head_dim;
     // The new rows must all be in place before anyone attends over them: two parallel sections, or one
-    // after a short serial start.
-    if (tasks > 1 && appended >= kParallelAppendValues) {
-      parallel(tasks, pool, [](void* call, size_t task) { static_cast<Call*>(call)->append(task); });
-    } else {
-      append(0);
+    // after a short serial start. The rows of an earlier layer are.
+    if (params_.key) {
+      const int64_t appended = params_.batch * params_.tokens * params_.kv_heads * params_.head_dim;
+      if (tasks > 1 && appended >= kParallelAppendValues) {
+        parallel(tasks, pool, [](void* call, size_t task) { static_cast<Call*>(call)->append(task); });
+      } else {
+        append(0);
+      }
     }
     parallel(tasks, pool, [](void* call, size_t task) { static_cast<Call*>(call)->attend(task); });
   }
@@ -287,6 +291,8 @@ const char* attention_error(const AttentionParams& p) {
   if (p.num_heads % p.kv_heads != 0) return "num_heads must be a multiple of kv_heads.";
   if (p.head_dim < 1) return "head_dim must be at least 1.";
   if (p.head_dim > kMaxHeadDim) return "head_dim must be at most 65536.";
+  if (p.value_dim < 1) return "value_dim must be at least 1.";
+  if (p.value_dim > kMaxHeadDim) return "value_dim must be at most 65536.";
   if (!std::isfinite(p.scale)) return "scale must be a finite number.";
   if (static_cast<size_t>(p.cache_type) >= std::size(kCacheTypes)) return "The cache type is unknown.";
   if (p.window < 0) return "window must not be negative.";
@@ -298,12 +304,16 @@ const char* attention_error(const AttentionParams& p) {
   switch (p.rotary) {
     case Rotary::kNone:
       if (p.rotary_dim != 0) return "rotary_dim must be 0 without rotary positions.";
+      if (p.rotary_offset != 0) return "rotary_offset must be 0 without rotary positions.";
       break;
     case Rotary::kConjugate:
     case Rotary::kOnRead:
       if (p.rotary_dim < 2) return "rotary_dim must be at least 2 with rotary positions.";
       if (p.rotary_dim % 2 != 0) return "rotary_dim must be even.";
-      if (p.rotary_dim > p.head_dim) return "rotary_dim must not exceed head_dim.";
+      if (p.rotary_offset < 0) return "rotary_offset must not be negative.";
+      if (p.rotary_offset > p.head_dim || p.rotary_dim > p.head_dim - p.rotary_offset) {
+        return "rotary_offset + rotary_dim must not exceed head_dim.";
+      }
       if (p.rotary_rows < 0) return "rotary_rows must not be negative.";
       if (p.past + p.tokens > p.rotary_rows) {
         return "past + tokens exceeds the rows of the rotary tables.";
@@ -315,25 +325,36 @@ const char* attention_error(const AttentionParams& p) {
     default:
       return "The rotary mode is unknown.";
   }
-  if (!fits_memory({p.batch, p.tokens, p.num_heads, p.head_dim + kPartialExtra, sizeof(float)})) {
-    return "The query exceeds the address space.";
+  const int64_t wider = std::max(p.head_dim, p.value_dim);
+  if (!fits_memory({p.batch, p.tokens, p.num_heads, wider + kPartialExtra, sizeof(float)})) {
+    return "The query or the output exceeds the address space.";
   }
-  const int64_t row_bytes =
-      p.head_dim * cache_value_bytes(p.cache_type) + facts(p.cache_type).scale_bytes;
+  const int64_t row_bytes = wider * cache_value_bytes(p.cache_type) + facts(p.cache_type).scale_bytes;
   if (!fits_memory({p.batch, p.kv_heads, p.capacity, row_bytes})) {
     return "The cache exceeds the address space.";
   }
   if (p.tokens == 0) return nullptr;  // Engines give empty tensors no memory.
-  if ((p.value == nullptr) != (p.value_cache == nullptr)) {
+  if (p.key && (p.value == nullptr) != (p.value_cache == nullptr)) {
     return "value and value_cache must both be given, or neither.";
   }
+  if (!p.key && p.value) return "value must be null where no key is written.";
+  if (!p.value_cache) {
+    if (p.value_dim > p.head_dim) return "value_dim must not exceed head_dim in unified rows.";
+    if (p.rotary == Rotary::kConjugate && p.rotary_offset < p.value_dim &&
+        p.rotary_dim > p.value_dim - p.rotary_offset) {
+      return "The rotated part of a unified row must lie in its value or behind it.";
+    }
+  }
+  if (p.key_weight && p.value_cache) return "key_weight needs unified rows.";
+  if (p.key_weight && p.rotary == Rotary::kConjugate) {
+    return "key_weight needs rows that are stored as they are, not rotated.";
+  }
   if (!p.query) return "query is null.";
-  if (!p.key) return "key is null.";
   if (!p.key_cache) return "key_cache is null.";
   if (!p.output) return "output is null.";
   const bool scaled = facts(p.cache_type).scale_bytes > 0;
   if ((p.key_scales != nullptr) != scaled) return "key_scales go with an int8 cache, and only with it.";
-  if ((p.value_scales != nullptr) != (scaled && p.value)) {
+  if ((p.value_scales != nullptr) != (scaled && p.value_cache)) {
     return "value_scales go with an int8 cache of separate values, and only with it.";
   }
   if (p.rotary != Rotary::kNone && (!p.cos || !p.sin)) return "A rotary table is null.";

@@ -6,7 +6,8 @@
 // the products). The row's own scale meets the sum in the scores, and the weight before it is rounded in
 // the values. What the rounding costs, K being the integer's largest value (kMostQuery, kMostWeight),
 // relative to exact arithmetic over the same codes:
-// - a score is off by up to max|q| / 2K * sum |k|: 1.5e-5 of max|q| sum |k|;
+// - a score is off by up to max|q| / 2K * sum |k|: 1.5e-5 of max|q| sum |k|, and in proportion to
+//   head_dim where that is over 516, for sums must fit;
 // - an output is off by up to 1 / 2K of the tile's largest weight * scale for each row of the tile.
 // Sums are exact: modulo 2^32 on the way, within it at the end.
 #pragma once
@@ -22,6 +23,7 @@ namespace {
 // products with the offset are taken out again; elsewhere both digits are signed, the high one being
 // rounded. A weight is never negative. It may exceed kMostWeight a little, by rounding.
 constexpr int kMostQuery = kDigitsAreUnsigned ? 32767 : 32639;
+constexpr int kMostCode = 127;
 constexpr uint32_t kQueryOffset = kDigitsAreUnsigned ? 32768 : 0;
 constexpr float kMostWeight = kDigitsAreUnsigned ? 65500.0f : 32600.0f;
 constexpr uint32_t kHighRound = kDigitsAreUnsigned ? 0 : 128;
@@ -40,15 +42,16 @@ void query_to_digits(const float* row, int D, int dim_pad, int m, int query_pad,
     poison += x * 0.0f;  // NaN where there is a NaN or an infinity, which must reach the output
   }
   const Float<4> nans = fold(poison);
-  const float step = largest_lane(largest) / kMostQuery;
+  const int most = D > INT32_MAX / kMostCode / kMostQuery ? INT32_MAX / kMostCode / D : kMostQuery;
+  const float step = largest_lane(largest) / (float)most;
   *scale = step + ((nans[0] + nans[1]) + (nans[2] + nans[3]));
   const Float<kLanes> divisor = splat<kLanes>(step > 0.0f ? step : 1.0f);
   // Adding 1.5 * 2^23 leaves the nearest integer in the low mantissa bits.
-  const float kRound = 12582912.0f, kMost = kMostQuery;
+  const float kRound = 12582912.0f, bound = (float)most;
   for (int d = 0; d < dim_pad; d += kLanes) {
     Float<kLanes> x = load<kLanes>(row + d) / divisor;
-    x = x > kMost ? splat<kLanes>(kMost) : x;
-    x = x < -kMost ? splat<kLanes>(-kMost) : x;
+    x = x > bound ? splat<kLanes>(bound) : x;
+    x = x < -bound ? splat<kLanes>(-bound) : x;
     const Bits<kLanes> q = (Bits<kLanes>)(x + kRound) + kQueryOffset;
     const Simd<kLanes>::Code parts[2] = {
         __builtin_convertvector((q + kHighRound) >> 8, Simd<kLanes>::Code),
@@ -106,25 +109,26 @@ void offset_rows(Codes keys, int rows, int groups, uint32_t* offset) {
   }
 }
 
-// The values of a tile as [groups_of(rows), dim_pad], each a group of rows' codes of one dimension.
-// Behind the last row comes that row again: its weights there are 0.
-void interleave_rows(const int8_t* codes, int rows, int D, int dim_pad, Group* out) {
-  for (int n = 0; n < rows; n += kGroup, out += dim_pad) {
+// The values of a tile, the first V codes of rows `stride` apart, as [groups_of(rows), value_pad], each
+// a group of rows' codes of one dimension. Behind the last row comes that row again: its weights there
+// are 0.
+void interleave_rows(const int8_t* codes, int64_t stride, int rows, int V, int value_pad, Group* out) {
+  for (int n = 0; n < rows; n += kGroup, out += value_pad) {
     const int8_t* row[kGroup];
-    for (int i = 0; i < kGroup; ++i) row[i] = codes + (int64_t)(n + i < rows ? n + i : rows - 1) * D;
+    for (int i = 0; i < kGroup; ++i) row[i] = codes + (n + i < rows ? n + i : rows - 1) * stride;
     int d = 0;
-    for (; d + 16 <= D; d += 16) interleave(row, d, out);
-    if (d < D && D >= 16) {
-      interleave(row, D - 16, out);
-      d = D;
+    for (; d + 16 <= V; d += 16) interleave(row, d, out);
+    if (d < V && V >= 16) {
+      interleave(row, V - 16, out);
+      d = V;
     }
-    for (; d < D; ++d) {
+    for (; d < V; ++d) {
       for (int i = 0; i < kGroup; i += 4) {
         const int8_t four[4] = {row[i][d], row[i + 2][d], row[i + 1][d], row[i + 3][d]};
         memcpy(out[d].bytes + i, four, sizeof four);
       }
     }
-    for (; d < dim_pad; ++d) out[d] = {};
+    for (; d < value_pad; ++d) out[d] = {};
   }
 }
 
@@ -229,25 +233,25 @@ void weights_to_digits(float* scores, int rows, int query_pad, const int32_t* fr
 template <int M>
 void accumulate_codes(const uint32_t* weights, int query_pad, const Group* values, int groups,
                       int query_rows, const float* decay, const float* weight_scale, float* acc,
-                      int dim_pad) {
+                      int value_pad) {
   constexpr int V = kCodeValueVectors;
   int m = 0;
   for (; m + M <= query_rows; m += M) {
     const uint32_t* some = weights_of(weights, query_pad, m);
-    float* to = acc + m * dim_pad;
+    float* to = acc + m * value_pad;
     int d = 0;
-    for (; d + V * kLanes <= dim_pad; d += V * kLanes) {
+    for (; d + V * kLanes <= value_pad; d += V * kLanes) {
       code_value_block<M, V>(some, query_pad, values + d, groups, decay + m, weight_scale + m, to + d,
-                             dim_pad);
+                             value_pad);
     }
-    for (; d < dim_pad; d += kLanes) {
+    for (; d < value_pad; d += kLanes) {
       code_value_block<M, 1>(some, query_pad, values + d, groups, decay + m, weight_scale + m, to + d,
-                             dim_pad);
+                             value_pad);
     }
   }
   if constexpr (M > 1) {
     accumulate_codes<M / 2>(weights_of(weights, query_pad, m), query_pad, values, groups, query_rows - m,
-                            decay + m, weight_scale + m, acc + m * dim_pad, dim_pad);
+                            decay + m, weight_scale + m, acc + m * value_pad, value_pad);
   }
 }
 
@@ -280,11 +284,11 @@ void attend_codes(const AttentionParams& p, const TilePlan& plan, const WorkItem
                   int64_t begin, int rows, bool masked, const Ahead& ahead, const Scratch& s) {
   const int D = p.head_dim, groups = groups_of(D);
   const int64_t first = cache_row(p, item.batch, item.kv_head, begin);
-  const Cache values = p.value ? value_cache(p) : key_cache(p);
+  const Cache values = separate(p) ? value_cache(p) : key_cache(p);
   TileScales tile = tile_scales(plan, s);
   const Codes keys = load_codes((const int8_t*)row_at(p, key_cache(p), first), D, rows, (int8_t*)s.keys);
   load_scales(values.scales + first, rows, tile.value, tile.value_log);
-  if (p.value) {
+  if (separate(p)) {
     load_scales(p.key_scales + first, rows, tile.key, nullptr);
   } else {
     tile.key = tile.value;
@@ -300,10 +304,11 @@ void attend_codes(const AttentionParams& p, const TilePlan& plan, const WorkItem
     }
   }
   Group* interleaved = (Group*)s.values;
-  interleave_rows((const int8_t*)row_at(p, values, first), rows, D, plan.dim_pad, interleaved);
+  interleave_rows((const int8_t*)row_at(p, values, first), values.dim, rows, p.value_dim, plan.value_pad,
+                  interleaved);
   accumulate_codes<kCodeValueRows>((const uint32_t*)s.scores, lanes.query_pad, interleaved,
                                    groups_of(rows), item.rows, s.decay, s.weight_scale, s.acc,
-                                   plan.dim_pad);
+                                   plan.value_pad);
 }
 
 }  // namespace

@@ -173,14 +173,14 @@ EDGE_QKV_INLINE void code_score_block(const int8_t* keys, int64_t stride, const 
 template <int M, int V>
 EDGE_QKV_INLINE void code_value_block(const uint32_t* weights, int query_pad, const Group* values,
                                       int groups, const float* decay, const float* weight_scale,
-                                      float* acc, int dim_pad) {
+                                      float* acc, int value_pad) {
   constexpr int kPairs = (M + 1) / 2;
   Bits<4> sum[kPairs][2 * V] = {};
   for (int digit = 0; digit < 2; ++digit) {
     for (int g = 0; g < groups; ++g) {
       Bits<4> x[2 * V];
 #pragma GCC unroll 8
-      for (int v = 0; v < 2 * V; ++v) x[v] = load_pair(values + (int64_t)g * dim_pad + 2 * v);
+      for (int v = 0; v < 2 * V; ++v) x[v] = load_pair(values + (int64_t)g * value_pad + 2 * v);
 #pragma GCC unroll 8
       for (int m = 0; m < kPairs; ++m) {
         const uint32_t* group = weights + (4 * g + 2 * digit) * (int64_t)query_pad;
@@ -204,7 +204,7 @@ EDGE_QKV_INLINE void code_value_block(const uint32_t* weights, int query_pad, co
       const Int<4> a = (Int<4>)sum[m / 2][2 * v], b = (Int<4>)sum[m / 2][2 * v + 1];
       const Int<4> row =
           m % 2 ? __builtin_shufflevector(a, b, 2, 3, 6, 7) : __builtin_shufflevector(a, b, 0, 1, 4, 5);
-      float* at = acc + m * dim_pad + v * kLanes;
+      float* at = acc + m * value_pad + v * kLanes;
       const Float<4> exact = __builtin_convertvector(row, Float<4>);
       store<4>(at, load<4>(at) * decay[m] + exact * weight_scale[m]);
     }
@@ -295,14 +295,14 @@ EDGE_QKV_INLINE void code_score_block(const int8_t* keys, int64_t stride, const 
 template <int M, int V>
 EDGE_QKV_INLINE void code_value_block(const uint32_t* weights, int query_pad, const Group* values,
                                       int groups, const float* decay, const float* weight_scale,
-                                      float* acc, int dim_pad) {
+                                      float* acc, int value_pad) {
   Bits<kLanes> sum[M][V] = {};
   for (int digit = 0; digit < 2; ++digit) {
     for (int g = 0; g < groups; ++g) {
       Bits<kLanes> x[V];
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v)
-        x[v] = load<kLanes>((const uint32_t*)values + (int64_t)g * dim_pad + v * kLanes);
+        x[v] = load<kLanes>((const uint32_t*)values + (int64_t)g * value_pad + v * kLanes);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const Bits<kLanes> w = splat<kLanes>(weights[(2 * g + digit) * (int64_t)query_pad + m]);
@@ -322,7 +322,7 @@ EDGE_QKV_INLINE void code_value_block(const uint32_t* weights, int query_pad, co
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      float* at = acc + m * dim_pad + v * kLanes;
+      float* at = acc + m * value_pad + v * kLanes;
       const Float<kLanes> exact = __builtin_convertvector((Int<kLanes>)sum[m][v], Float<kLanes>);
       store<kLanes>(at, load<kLanes>(at) * decay[m] + exact * weight_scale[m]);
     }

@@ -29,20 +29,20 @@ constexpr int kValueVectors = kWideFile ? 4 : 2;
 void append(const AttentionParams& p, int64_t batch, int64_t kv_head, int64_t begin, int64_t end,
             float* row) {
   for (int64_t t = begin; t < end; ++t) {
-    const int64_t source = ((batch * p.tokens + t) * p.kv_heads + kv_head) * p.head_dim;
+    const int64_t source = (batch * p.tokens + t) * p.kv_heads + kv_head;
     const int64_t index = cache_row(p, batch, kv_head, p.past + t);
-    const float* key = p.key + source;
+    const float* key = p.key + source * p.head_dim;
     if (p.rotary == Rotary::kConjugate) {
       memcpy(row, key, (size_t)p.head_dim * sizeof *row);
       rotate_row(p, row, row, p.past + t, 1.0f);
       key = row;
     }
     write_row(p, key_cache(p), index, key);
-    if (p.value) write_row(p, value_cache(p), index, p.value + source);
+    if (p.value) write_row(p, value_cache(p), index, p.value + source * p.value_dim);
   }
 }
 
-// A tile of cache rows in fp32: [rows, dim_pad], zeros beyond head_dim.
+// A tile of cache rows in fp32: [rows, dim rounded up to whole vectors], zeros beyond dim.
 struct Tile {
   const float* data;
   int64_t stride;
@@ -50,29 +50,39 @@ struct Tile {
 
 // Rows [begin, begin + rows) of one kv head. An fp32 cache whose rows are whole vectors is used in
 // place.
-Tile load_tile(const AttentionParams& p, const TilePlan& plan, Cache cache, const WorkItem& item,
-               int64_t begin, int rows, float* buffer) {
-  const int D = p.head_dim;
+Tile load_tile(const AttentionParams& p, Cache cache, const WorkItem& item, int64_t begin, int rows,
+               float* buffer) {
+  const int padded = round_up(cache.dim, kLanes);
   const int64_t first = cache_row(p, item.batch, item.kv_head, begin);
-  if (p.cache_type == CacheType::kFloat32 && plan.dim_pad == D) {
-    return {(const float*)cache.rows + first * D, D};
+  if (p.cache_type == CacheType::kFloat32 && padded == cache.dim) {
+    return {(const float*)cache.rows + first * cache.dim, cache.dim};
   }
   for (int64_t n = 0; n < rows; ++n) {
-    read_row(p.cache_type, row_at(p, cache, first + n), scale_at(cache, first + n),
-             buffer + n * plan.dim_pad, D);
+    read_row(p.cache_type, row_at(p, cache, first + n), scale_at(cache, first + n), buffer + n * padded,
+             cache.dim);
   }
-  return {buffer, plan.dim_pad};
+  return {buffer, padded};
 }
 
-// The rotated copy of a tile that was stored raw.
+// The weighted and rotated copy of a tile that was stored raw.
 Tile rotate_tile(const AttentionParams& p, const TilePlan& plan, Tile raw, int64_t begin, int rows,
                  float* buffer) {
-  const int R = p.rotary_dim;
+  const int before = p.rotary_offset, behind = before + p.rotary_dim;
+  const auto copy = [](const float* in, float* out, int from, int to) {
+    memcpy(out + from, in + from, (size_t)(to - from) * sizeof *out);
+  };
   for (int n = 0; n < rows; ++n) {
     const float* in = raw.data + n * raw.stride;
     float* out = buffer + n * plan.dim_pad;
-    rotate_row(p, in, out, begin + n, 1.0f);
-    memcpy(out + R, in + R, (size_t)(plan.dim_pad - R) * sizeof *out);
+    if (p.key_weight) {
+      weigh_row(p, in, out);
+      rotate_row(p, out, out, begin + n, 1.0f);
+      copy(in, out, p.head_dim, plan.dim_pad);
+    } else {
+      copy(in, out, 0, before);
+      rotate_row(p, in, out, begin + n, 1.0f);
+      copy(in, out, behind, plan.dim_pad);
+    }
   }
   return {buffer, plan.dim_pad};
 }
@@ -211,12 +221,12 @@ struct Weights {
 // vectors of d.
 template <int M, int V>
 EDGE_QKV_INLINE void value_block(Weights weights, Tile values, int rows, const float* decay, float* acc,
-                                 int dim_pad) {
+                                 int value_pad) {
   Float<kLanes> sum[M][V];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) sum[m][v] = load<kLanes>(acc + m * dim_pad + v * kLanes) * decay[m];
+    for (int v = 0; v < V; ++v) sum[m][v] = load<kLanes>(acc + m * value_pad + v * kLanes) * decay[m];
   }
   for (int n = 0; n < rows; ++n) {
     Float<kLanes> x[V];
@@ -233,31 +243,31 @@ EDGE_QKV_INLINE void value_block(Weights weights, Tile values, int rows, const f
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) store<kLanes>(acc + m * dim_pad + v * kLanes, sum[m][v]);
+    for (int v = 0; v < V; ++v) store<kLanes>(acc + m * value_pad + v * kLanes, sum[m][v]);
   }
 }
 
 // All query rows of the block: as many blocks of M rows as fit, then of M/2 and so on.
 template <int M>
 void accumulate(Weights weights, Tile values, int rows, int query_rows, const float* decay, float* acc,
-                int dim_pad) {
+                int value_pad) {
   int m = 0;
   for (; m + M <= query_rows; m += M) {
     const Weights w = {weights.data + m * weights.row_stride, weights.row_stride, weights.tile_stride};
     int d = 0;
-    for (; d + kValueVectors * kLanes <= dim_pad; d += kValueVectors * kLanes) {
+    for (; d + kValueVectors * kLanes <= value_pad; d += kValueVectors * kLanes) {
       value_block<M, kValueVectors>(w, {values.data + d, values.stride}, rows, decay + m,
-                                    acc + m * dim_pad + d, dim_pad);
+                                    acc + m * value_pad + d, value_pad);
     }
-    for (; d < dim_pad; d += kLanes) {
-      value_block<M, 1>(w, {values.data + d, values.stride}, rows, decay + m, acc + m * dim_pad + d,
-                        dim_pad);
+    for (; d < value_pad; d += kLanes) {
+      value_block<M, 1>(w, {values.data + d, values.stride}, rows, decay + m, acc + m * value_pad + d,
+                        value_pad);
     }
   }
   if constexpr (M > 1) {
     const Weights rest = {weights.data + m * weights.row_stride, weights.row_stride,
                           weights.tile_stride};
-    accumulate<M / 2>(rest, values, rows, query_rows - m, decay + m, acc + m * dim_pad, dim_pad);
+    accumulate<M / 2>(rest, values, rows, query_rows - m, decay + m, acc + m * value_pad, value_pad);
   }
 }
 
@@ -302,7 +312,7 @@ void attend_tile(const AttentionParams& p, const TilePlan& plan, const WorkItem&
 #if EDGE_QKV_INTEGER_PRODUCTS
   if (lanes.integer) return attend_codes(p, plan, item, lanes, begin, rows, masked, ahead, s);
 #endif
-  const Tile stored = load_tile(p, plan, key_cache(p), item, begin, rows, s.values);
+  const Tile stored = load_tile(p, key_cache(p), item, begin, rows, s.values);
   const Tile keys =
       p.rotary == Rotary::kOnRead ? rotate_tile(p, plan, stored, begin, rows, s.keys) : stored;
   if (lanes.few) {
@@ -320,10 +330,10 @@ void attend_tile(const AttentionParams& p, const TilePlan& plan, const WorkItem&
     }
   }
 
-  const Tile values = p.value ? load_tile(p, plan, value_cache(p), item, begin, rows, s.values) : stored;
+  const Tile values = separate(p) ? load_tile(p, value_cache(p), item, begin, rows, s.values) : stored;
   const Weights weights =
       lanes.few ? Weights{s.scores, plan.tile_rows, 1} : Weights{s.scores, 1, lanes.query_pad};
-  accumulate<kValueRows>(weights, values, rows, item.rows, s.decay, s.acc, plan.dim_pad);
+  accumulate<kValueRows>(weights, values, rows, item.rows, s.decay, s.acc, plan.value_pad);
 }
 
 void attend(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, const Scratch& s,
@@ -334,7 +344,7 @@ void attend(const AttentionParams& p, const TilePlan& plan, const WorkItem& item
     s.row_max[m] = kNoScore;
     s.row_sum[m] = 0.0f;
   }
-  memset(s.acc, 0, (size_t)item.rows * plan.dim_pad * sizeof *s.acc);
+  memset(s.acc, 0, (size_t)item.rows * plan.value_pad * sizeof *s.acc);
 
   for (const RowRange& range : item.ranges) {
     for (int64_t begin = range.begin; begin < range.end; begin += plan.tile_rows) {
@@ -345,36 +355,36 @@ void attend(const AttentionParams& p, const TilePlan& plan, const WorkItem& item
 
   // A row that saw nothing here leaves sums of 0 under the score kNoScore, which merge to nothing.
   for (int m = 0; m < item.rows; ++m) {
-    float* acc = s.acc + (int64_t)m * plan.dim_pad;
+    float* acc = s.acc + (int64_t)m * plan.value_pad;
     if (!partial) {
       write_output(p, plan, item, item.first_row + m, acc, 1.0f / s.row_sum[m]);
     } else {
-      float* out = partial + (int64_t)m * (p.head_dim + kPartialExtra);
-      memcpy(out, acc, (size_t)p.head_dim * sizeof *out);
-      out[p.head_dim] = s.row_max[m];
-      out[p.head_dim + 1] = s.row_sum[m];
+      float* out = partial + (int64_t)m * (p.value_dim + kPartialExtra);
+      memcpy(out, acc, (size_t)p.value_dim * sizeof *out);
+      out[p.value_dim] = s.row_max[m];
+      out[p.value_dim + 1] = s.row_sum[m];
     }
   }
 }
 
 void merge(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, const float* partial,
            int splits, size_t stride, float* row) {
-  const int D = p.head_dim;
+  const int V = p.value_dim;
   for (int m = 0; m < item.rows; ++m) {
-    const float* part = partial + (int64_t)m * (D + kPartialExtra);
+    const float* part = partial + (int64_t)m * (V + kPartialExtra);
     float top = kNoScore;
-    for (int i = 0; i < splits; ++i) top = part[i * stride + D] > top ? part[i * stride + D] : top;
+    for (int i = 0; i < splits; ++i) top = part[i * stride + V] > top ? part[i * stride + V] : top;
     float sum = 0.0f;
-    memset(row, 0, (size_t)plan.dim_pad * sizeof *row);
+    memset(row, 0, (size_t)plan.value_pad * sizeof *row);
     for (int i = 0; i < splits; ++i) {
       const float* from = part + i * stride;
-      const float factor = exp2_nonpositive<4>(splat<4>(from[D] - top))[0];
-      sum += from[D + 1] * factor;
+      const float factor = exp2_nonpositive<4>(splat<4>(from[V] - top))[0];
+      sum += from[V + 1] * factor;
       int d = 0;
-      for (; d + kLanes <= D; d += kLanes) {
+      for (; d + kLanes <= V; d += kLanes) {
         store<kLanes>(row + d, load<kLanes>(row + d) + load<kLanes>(from + d) * factor);
       }
-      for (; d < D; ++d) row[d] += from[d] * factor;
+      for (; d < V; ++d) row[d] += from[d] * factor;
     }
     write_output(p, plan, item, item.first_row + m, row, 1.0f / sum);
   }

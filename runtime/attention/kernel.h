@@ -16,6 +16,7 @@ namespace edge_qkv {
 struct TilePlan {
   int group;       // query heads that share a kv head, H / G
   int dim_pad;     // D rounded up to whole vectors
+  int value_pad;   // V rounded up to whole vectors
   int block_rows;  // at most this many query rows in a block
   int block_pad;   // block_rows rounded up to whole vectors
   int tile_rows;   // at most this many cache rows in a tile
@@ -26,12 +27,12 @@ struct Scratch {
   float* query;    // [D, block_pad], or [block_rows, dim_pad] where a block is only a few rows
   float* scores;   // [tile_rows, block_pad], or [block_rows, tile_rows]
   float* keys;     // [tile_rows, dim_pad]
-  float* values;   // [tile_rows, dim_pad]
-  float* acc;      // [block_rows, dim_pad] sum of weights times values, not yet divided by row_sum
+  float* values;   // [tile_rows, the larger of dim_pad and value_pad]
+  float* acc;      // [block_rows, value_pad] sum of weights times values, not yet divided by row_sum
   float* row_max;  // [block_pad] largest score so far, in units of log2
   float* row_sum;  // [block_pad] sum of weights so far
   float* decay;    // [block_pad] factor that carries acc over to the newest row_max
-  float* row;      // [dim_pad] one row in flight
+  float* row;      // [the larger of dim_pad and value_pad] one row in flight
   // For products of integers, see int8.h:
   float* query_scale;   // [block_pad]
   float* weight_scale;  // [block_pad]
@@ -54,7 +55,7 @@ struct WorkItem {
   RowRange ranges[2];
 };
 
-// The result of a WorkItem that saw only part of the cache: [rows, D + 2], a row being D sums of weight
+// The result of a WorkItem that saw only part of the cache: [rows, V + 2], a row being V sums of weight
 // times value, the largest score and the sum of weights.
 inline constexpr int kPartialExtra = 2;
 

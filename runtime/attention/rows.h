@@ -23,8 +23,7 @@ int round_up(int x, int step) { return (x + step - 1) / step * step; }
 
 // ---- rows in and out ----
 
-// Rotates the first 2*half values of a row in pairs (i, i + half); `direction` -1 rotates back. `out`
-// may be `in`.
+// Rotates 2*half values in pairs (i, i + half); `direction` -1 rotates back. `out` may be `in`.
 void rotate_row(const float* in, float* out, const float* cos, const float* sin, int half,
                 float direction) {
   int i = 0;
@@ -41,21 +40,29 @@ void rotate_row(const float* in, float* out, const float* cos, const float* sin,
   }
 }
 
+// The rotated part of a row alone: what else there is of it stays in `in`.
 void rotate_row(const AttentionParams& p, const float* in, float* out, int64_t position,
                 float direction) {
-  const int half = p.rotary_dim / 2;
-  rotate_row(in, out, p.cos + position * half, p.sin + position * half, half, direction);
+  const int half = p.rotary_dim / 2, at = p.rotary_offset;
+  rotate_row(in + at, out + at, p.cos + position * half, p.sin + position * half, half, direction);
 }
 
-bool output_is_rotated(const AttentionParams& p) { return p.rotary == Rotary::kConjugate && !p.value; }
+// Values are rows of their own.
+bool separate(const AttentionParams& p) { return p.value_cache != nullptr; }
 
-// A cache with its scales, both of all heads; `scales` is null unless it is int8.
+// A rotated part that does not lie in the value lies behind it.
+bool output_is_rotated(const AttentionParams& p) {
+  return p.rotary == Rotary::kConjugate && !separate(p) && p.rotary_offset < p.value_dim;
+}
+
+// A cache with its scales, both of all heads; `scales` is null unless it is int8. Rows of `dim` values.
 struct Cache {
   void* rows;
   uint16_t* scales;
+  int dim;
 };
-Cache key_cache(const AttentionParams& p) { return {p.key_cache, p.key_scales}; }
-Cache value_cache(const AttentionParams& p) { return {p.value_cache, p.value_scales}; }
+Cache key_cache(const AttentionParams& p) { return {p.key_cache, p.key_scales, p.head_dim}; }
+Cache value_cache(const AttentionParams& p) { return {p.value_cache, p.value_scales, p.value_dim}; }
 
 // Index of a row of a kv head among all rows of a cache.
 int64_t cache_row(const AttentionParams& p, int64_t batch, int64_t kv_head, int64_t row) {
@@ -95,55 +102,71 @@ void read_row(CacheType type, const void* row, const uint16_t* scale, float* out
 
 // Where row `index` of a cache and its scale are.
 char* row_at(const AttentionParams& p, Cache cache, int64_t index) {
-  return (char*)cache.rows + index * p.head_dim * cache_value_bytes(p.cache_type);
+  return (char*)cache.rows + index * cache.dim * cache_value_bytes(p.cache_type);
 }
 uint16_t* scale_at(Cache cache, int64_t index) { return cache.scales ? cache.scales + index : nullptr; }
 
 void write_row(const AttentionParams& p, Cache cache, int64_t index, const float* in) {
-  write_row(p.cache_type, in, row_at(p, cache, index), scale_at(cache, index), p.head_dim);
+  write_row(p.cache_type, in, row_at(p, cache, index), scale_at(cache, index), cache.dim);
 }
 
 // Where the rows behind a tile's are, keys and, where they are apart, values: asked for while the tile
 // is worked on, a few at a time, for a processor has few reads under way. There may be no such rows.
 struct Ahead {
   const char* rows[2];
-  int64_t row_bytes;
+  int64_t row_bytes[2];
 };
 
 Ahead rows_behind(const AttentionParams& p, const WorkItem& item, int64_t end) {
   const int64_t index = cache_row(p, item.batch, item.kv_head, end);
-  return {{row_at(p, key_cache(p), index), p.value ? row_at(p, value_cache(p), index) : nullptr},
-          p.head_dim * cache_value_bytes(p.cache_type)};
+  const int64_t value_bytes = cache_value_bytes(p.cache_type);
+  return {{row_at(p, key_cache(p), index), separate(p) ? row_at(p, value_cache(p), index) : nullptr},
+          {p.head_dim * value_bytes, p.value_dim * value_bytes}};
 }
 
 EDGE_QKV_INLINE void prefetch(const Ahead& ahead, int n, int rows) {
-  for (const char* all : ahead.rows) {
-    if (!all) continue;
-    const char* at = all + n * ahead.row_bytes;
-    for (int64_t i = 0; i < rows * ahead.row_bytes; i += 64) __builtin_prefetch(at + i);
+  for (int which = 0; which < 2; ++which) {
+    if (!ahead.rows[which]) continue;
+    const char* at = ahead.rows[which] + n * ahead.row_bytes[which];
+    for (int64_t i = 0; i < rows * ahead.row_bytes[which]; i += 64) __builtin_prefetch(at + i);
   }
 }
 
-// Query row r of a kv head as [dim_pad]: rotated, times scale and log2(e), zeros beyond head_dim.
+// A row times the weight of the keys.
+void weigh_row(const AttentionParams& p, const float* in, float* out) {
+  int d = 0;
+  for (; d + kLanes <= p.head_dim; d += kLanes) {
+    store<kLanes>(out + d, load<kLanes>(in + d) * load<kLanes>(p.key_weight + d));
+  }
+  for (; d < p.head_dim; ++d) out[d] = in[d] * p.key_weight[d];
+}
+
+// Query row r of a kv head as [dim_pad]: rotated, times scale and log2(e), zeros beyond head_dim. It
+// takes the weight of keys that are not rotated after they are weighted.
 void load_query(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, int64_t r,
                 float* out) {
   const int64_t t = r / plan.group, head = item.kv_head * plan.group + r % plan.group;
   const float* in = p.query + ((item.batch * p.tokens + t) * p.num_heads + head) * p.head_dim;
   memcpy(out, in, (size_t)p.head_dim * sizeof *out);
   memset(out + p.head_dim, 0, (size_t)(plan.dim_pad - p.head_dim) * sizeof *out);
-  if (p.rotary != Rotary::kNone) rotate_row(p, out, out, p.past + t, 1.0f);
+  if (p.rotary != Rotary::kNone) {
+    rotate_row(p, out, out, p.past + t, 1.0f);
+  } else if (p.key_weight) {
+    weigh_row(p, out, out);
+  }
   const float factor = p.scale * kLog2e;
   for (int d = 0; d < plan.dim_pad; d += kLanes) store<kLanes>(out + d, load<kLanes>(out + d) * factor);
 }
 
-// `row` ([dim_pad], overwritten) times `factor` to the output row of query row r.
+// `row` ([value_pad], overwritten) times `factor` to the output row of query row r.
 void write_output(const AttentionParams& p, const TilePlan& plan, const WorkItem& item, int64_t r,
                   float* row, float factor) {
   const int64_t t = r / plan.group, head = item.kv_head * plan.group + r % plan.group;
-  float* out = p.output + ((item.batch * p.tokens + t) * p.num_heads + head) * p.head_dim;
-  for (int d = 0; d < plan.dim_pad; d += kLanes) store<kLanes>(row + d, load<kLanes>(row + d) * factor);
+  float* out = p.output + ((item.batch * p.tokens + t) * p.num_heads + head) * p.value_dim;
+  for (int d = 0; d < plan.value_pad; d += kLanes)
+    store<kLanes>(row + d, load<kLanes>(row + d) * factor);
   if (output_is_rotated(p)) rotate_row(p, row, row, p.past + t, -1.0f);
-  memcpy(out, row, (size_t)p.head_dim * sizeof *out);
+  memcpy(out, row, (size_t)p.value_dim * sizeof *out);
 }
 
 // The rows of a tile that a query row sees.

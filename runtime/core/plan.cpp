@@ -88,7 +88,7 @@ uint64_t attention_bytes(const PlanModel& model, int64_t context, int64_t tokens
   params.capacity = context;
   params.num_heads = static_cast<int>(model.heads);
   params.kv_heads = static_cast<int>(model.cache.kv_heads);
-  params.head_dim = static_cast<int>(model.cache.head_dim);
+  params.head_dim = params.value_dim = static_cast<int>(model.cache.head_dim);
   params.cache_type = model.cache.type;
   return attention_workspace_bytes(params, static_cast<size_t>(threads));
 }

@@ -7,9 +7,9 @@
 #include <cerrno>
 #include <cstring>
 #include <iterator>
-#include <thread>
 
 #include "core/error.h"
+#include "core/processors.h"
 #include "executorch/costs.h"
 #include "executorch/engine.h"
 #include "executorch/model_file.h"
@@ -112,7 +112,7 @@ int resolved_threads(int threads) {
                                            std::to_string(kMostThreads) + ".");
   }
   if (threads > 0) return threads;
-  return std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kMostThreads);
+  return std::min(processors(), kMostThreads);
 }
 
 ModelDescription describe_model(const std::string& path) {

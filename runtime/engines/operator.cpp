@@ -7,9 +7,10 @@ namespace edge_qkv {
 namespace {
 
 // Of inputs that may be of one type alone; the caches' is what the file has chosen.
-constexpr Element kElements[] = {
-    Element::kFloat32, Element::kFloat32, Element::kOther, Element::kInt64,   Element::kFloat32,
-    Element::kFloat32, Element::kFloat32, Element::kOther, Element::kFloat16, Element::kFloat16};
+constexpr Element kElements[] = {Element::kFloat32, Element::kFloat32, Element::kOther,
+                                 Element::kInt64,   Element::kFloat32, Element::kFloat32,
+                                 Element::kFloat32, Element::kOther,   Element::kFloat16,
+                                 Element::kFloat16, Element::kFloat32};
 
 bool cache_type_of(Element element, CacheType* type) {
   constexpr Element kTypes[] = {Element::kFloat32, Element::kFloat16, Element::kInt8};  // CacheType
@@ -51,10 +52,11 @@ std::string read_operator(const OperatorTensor (&inputs)[kOperatorInputs], Atten
   }
   const OperatorTensor &query = inputs[kQuery], &key = inputs[kKey], &cache = inputs[kCache],
                        &past = inputs[kPast], &cos = inputs[kCos], &sin = inputs[kSin],
-                       &value = inputs[kValue], &value_cache = inputs[kValueCache];
+                       &value = inputs[kValue], &value_cache = inputs[kValueCache],
+                       &key_weight = inputs[kKeyWeight];
   AttentionParams& p = *params;
-  if (!query.present || !key.present || !cache.present || !past.present || !past.data) {
-    return "The attention needs query, kv, cache and past.";
+  if (!query.present || !cache.present || !past.present || !past.data) {
+    return "The attention needs query, cache and past.";
   }
   if (!cache_type_of(cache.element, &p.cache_type)) return "The cache must be float, float16 or int8.";
   p.batch = query.shape[0];
@@ -64,20 +66,33 @@ std::string read_operator(const OperatorTensor (&inputs)[kOperatorInputs], Atten
   if (cache.shape[3] > INT_MAX) return "The cache's head_dim is out of range.";
   p.head_dim = static_cast<int>(cache.shape[3]);
 
-  const auto rows_like = [&](const OperatorTensor& t, int64_t heads) {  // [B, T, heads*D]
-    return t.shape[0] == p.batch && t.shape[1] == p.tokens && t.shape[2] == heads * p.head_dim;
+  const auto rows_of = [&](const OperatorTensor& t, int64_t heads, int64_t dim) {  // [B, T, heads*dim]
+    return t.shape[0] == p.batch && t.shape[1] == p.tokens && t.shape[2] == heads * dim;
   };
   if (cache.shape[0] != p.batch || cache.shape[1] != p.kv_heads) {
     return "The cache's batch or kv heads do not fit the query and kv_heads.";
   }
-  if (!rows_like(query, p.num_heads)) return "The query's width is not num_heads times head_dim.";
-  if (!rows_like(key, p.kv_heads)) return "The shape of kv does not fit the query and the cache.";
-  if (value.present != value_cache.present) return "A separate value needs a value cache, and only it.";
-  if (value.present) {
-    if (!same_shape(value, key)) return "The shapes of kv and value differ.";
-    if (!same_shape(value_cache, cache) || value_cache.element != cache.element) {
-      return "The shapes or types of the two caches differ.";
+  if (!rows_of(query, p.num_heads, p.head_dim)) {
+    return "The query's width is not num_heads times head_dim.";
+  }
+  if (key.present && !rows_of(key, p.kv_heads, p.head_dim)) {
+    return "The shape of kv does not fit the query and the cache.";
+  }
+  if (!key.present && value.present) return "A value without kv has no meaning.";
+  if (key.present && value.present != value_cache.present) {
+    return "A separate value needs a value cache, and only it.";
+  }
+  if (value.present && !rows_of(value, p.kv_heads, p.value_dim)) {
+    return "The shape of value does not fit the query and value_dim.";
+  }
+  if (value_cache.present) {
+    if (std::memcmp(value_cache.shape, cache.shape, 3 * sizeof cache.shape[0]) != 0 ||
+        value_cache.shape[3] != p.value_dim || value_cache.element != cache.element) {
+      return "The shape or type of the value cache does not fit the other cache and value_dim.";
     }
+  }
+  if (key_weight.present && key_weight.shape[0] != p.head_dim) {
+    return "The key weight has not head_dim values.";
   }
   for (const OperatorInput scale : {kCacheScale, kValueCacheScale}) {
     if (inputs[scale].present &&
@@ -97,6 +112,7 @@ std::string read_operator(const OperatorTensor (&inputs)[kOperatorInputs], Atten
   p.query = static_cast<const float*>(query.data);
   p.key = static_cast<const float*>(key.data);
   p.value = static_cast<const float*>(value.data);
+  p.key_weight = static_cast<const float*>(key_weight.data);
   p.key_cache = cache.data;
   p.value_cache = value_cache.data;
   p.key_scales = static_cast<uint16_t*>(inputs[kCacheScale].data);

@@ -12,15 +12,16 @@ namespace edge_qkv {
 
 enum OperatorInput {
   kQuery,            // [B, T, H*D]
-  kKey,              // [B, T, G*D]
+  kKey,              // [B, T, G*D]; absent where an earlier layer has written the rows
   kCache,            // [B, G, C, D]
   kPast,             // []
   kCos,              // [P, R/2]
   kSin,              // [P, R/2]
-  kValue,            // [B, T, G*D]
-  kValueCache,       // [B, G, C, D]
+  kValue,            // [B, T, G*V]
+  kValueCache,       // [B, G, C, V]
   kCacheScale,       // [B, G, C]
   kValueCacheScale,  // [B, G, C]
+  kKeyWeight,        // [D]
   kOperatorInputs
 };
 
@@ -30,8 +31,9 @@ struct OperatorInputFacts {
   size_t rank;
 };
 inline constexpr OperatorInputFacts kOperatorInputFacts[] = {
-    {"query", 3}, {"kv", 3},    {"cache", 4},       {"past", 0},        {"cos", 2},
-    {"sin", 2},   {"value", 3}, {"value_cache", 4}, {"cache_scale", 3}, {"value_cache_scale", 3}};
+    {"query", 3},     {"kv", 3},    {"cache", 4},       {"past", 0},        {"cos", 2},
+    {"sin", 2},       {"value", 3}, {"value_cache", 4}, {"cache_scale", 3}, {"value_cache_scale", 3},
+    {"key_weight", 1}};
 
 enum class Element { kOther, kFloat32, kFloat16, kInt8, kInt64 };
 
@@ -53,5 +55,10 @@ bool read_rotary_mode(const std::string& name, Rotary* rotary);
 // Returns one sentence where they do not fit each other or the attributes, else an empty string: then
 // the output is the caller's to set, and attention_error to ask.
 std::string read_operator(const OperatorTensor (&inputs)[kOperatorInputs], AttentionParams* params);
+
+// Width of the output, [B, T, H*V].
+constexpr int64_t output_width(const AttentionParams& params) {
+  return int64_t{params.num_heads} * params.value_dim;
+}
 
 }  // namespace edge_qkv

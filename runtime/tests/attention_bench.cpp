@@ -156,7 +156,7 @@ void measure(const Options& o, int64_t depth, int64_t tokens) {
       for (const Contestant& contestant : contestants) {
         const AttentionParams& p = contestant.layers[0].p;
         Checksum sum;
-        sum.add(p.output, contestant.layers[0].query.size() * sizeof *p.output);
+        sum.add(p.output, contestant.layers[0].outputs() * sizeof *p.output);
         std::printf(" %016llx", (unsigned long long)sum.value());
       }
     }

@@ -86,6 +86,7 @@ class Guarded {
   T* as() {
     return reinterpret_cast<T*>(data_.data() + misalign_);
   }
+  bool operator==(const Guarded& other) const { return data_ == other.data_; }
   bool intact() const {
     for (size_t i = 0; i < data_.size(); ++i) {
       if ((i < misalign_ || i >= misalign_ + bytes_) && data_[i] != kByte) return false;
@@ -153,24 +154,30 @@ struct Case {
   bool separate = false;
   int64_t batch = 1;
   int64_t window = 0, sinks = 0;
+  int value_dim = 0;  // 0: dim
+  int rotary_offset = 0;
+  bool key_weight = false;
+  bool reads = false;  // rows that an earlier layer wrote
 };
 
-// A cache of either kind; `scales` has bytes only where it is int8.
+// A cache of either kind, with rows of `dim` values; `scales` has bytes only where it is int8.
 struct CacheBuffers {
   Guarded rows{0}, scales{0};
+  int dim = 0;
 };
 
 struct Problem {
   AttentionParams p;
-  std::vector<float> query, key, value, cos, sin;
+  std::vector<float> query, key, value, cos, sin, key_weight;
   CacheBuffers key_cache, value_cache;
   Guarded output{0};
 
+  size_t outputs() const { return p.batch * p.tokens * p.num_heads * p.value_dim; }
   size_t cache_rows() const { return p.batch * p.kv_heads * p.capacity; }
   size_t row_at(int64_t b, int64_t g, int64_t n) const { return (b * p.kv_heads + g) * p.capacity + n; }
   double cached(const CacheBuffers& cache, size_t row, int d) const {
     CacheBuffers& c = const_cast<CacheBuffers&>(cache);
-    const size_t i = row * p.head_dim + d;
+    const size_t i = row * c.dim + d;
     switch (p.cache_type) {
       case CacheType::kFloat32:
         return c.rows.as<float>()[i];
@@ -186,17 +193,17 @@ struct Problem {
     return n <= position && (p.window == 0 || n < p.sinks || n > position - p.window);
   }
 
-  // Random rows where a query may look, NaN in the rows that nobody has written or nobody sees.
-  CacheBuffers new_cache() {
+  // Random rows of D values where a query may look, NaN in the rows that nobody has written or nobody
+  // sees.
+  CacheBuffers new_cache(int D, int64_t rows) {
     const CacheTypeFacts& type = facts(p.cache_type);
-    const int D = p.head_dim;
     CacheBuffers cache{Guarded(cache_rows() * D * type.value_bytes),
-                       Guarded(cache_rows() * type.scale_bytes)};
-    const std::vector<float> noise = random_floats(p.past * D);
+                       Guarded(cache_rows() * type.scale_bytes), D};
+    const std::vector<float> noise = random_floats(rows * D);
     std::vector<float> row(D);
     for (int64_t head = 0; head < p.batch * p.kv_heads; ++head) {
-      for (int64_t n = 0; n < p.past; ++n) {
-        if (!sees(p.past, n)) continue;
+      for (int64_t n = 0; n < rows; ++n) {
+        if (n < p.past && !sees(p.past, n)) continue;
         // The same rows for every head, but turned by one value a head.
         for (int d = 0; d < D; ++d) row[d] = noise[(n * D + d + head) % noise.size()];
         const size_t at = head * p.capacity + n;
@@ -217,13 +224,23 @@ struct Problem {
   Problem(const Case& c, CacheType type) {
     p.batch = c.batch, p.tokens = c.tokens, p.past = c.past, p.capacity = c.past + c.tokens + 5;
     p.num_heads = c.heads, p.kv_heads = c.kv_heads, p.head_dim = c.dim;
+    p.value_dim = c.value_dim ? c.value_dim : c.dim, p.rotary_offset = c.rotary_offset;
     p.scale = 1.0f / std::sqrt(static_cast<float>(c.dim));
     p.rotary = c.rotary, p.rotary_dim = c.rotary_dim, p.cache_type = type;
     p.window = c.window, p.sinks = c.sinks;
     query = random_floats(p.batch * p.tokens * p.num_heads * p.head_dim, 2.0f);
-    key = random_floats(p.batch * p.tokens * p.kv_heads * p.head_dim);
-    p.query = query.data(), p.key = key.data();
-    if (c.separate) value = random_floats(key.size()), p.value = value.data();
+    p.query = query.data();
+    if (!c.reads) {
+      key = random_floats(p.batch * p.tokens * p.kv_heads * p.head_dim), p.key = key.data();
+      if (c.separate) {
+        value = random_floats(p.batch * p.tokens * p.kv_heads * p.value_dim), p.value = value.data();
+      }
+    }
+    if (c.key_weight) {
+      key_weight = random_floats(p.head_dim, 0.3f);
+      for (float& w : key_weight) w += 1.0f;
+      p.key_weight = key_weight.data();
+    }
     if (c.rotary != Rotary::kNone) {
       const int half = c.rotary_dim / 2;
       p.rotary_rows = c.past + c.tokens;
@@ -236,27 +253,35 @@ struct Problem {
       }
       p.cos = cos.data(), p.sin = sin.data();
     }
-    key_cache = new_cache();
+    const int64_t cached_rows = c.past + (c.reads ? c.tokens : 0);
+    key_cache = new_cache(p.head_dim, cached_rows);
     p.key_cache = key_cache.rows.as<void>();
-    if (c.separate) value_cache = new_cache(), p.value_cache = value_cache.rows.as<void>();
+    if (c.separate) {
+      value_cache = new_cache(p.value_dim, cached_rows), p.value_cache = value_cache.rows.as<void>();
+    }
     if (type == CacheType::kInt8) {
       p.key_scales = key_cache.scales.as<uint16_t>();
       if (c.separate) p.value_scales = value_cache.scales.as<uint16_t>();
     }
-    output = Guarded(query.size() * sizeof(float));
+    output = Guarded(outputs() * sizeof(float));
     p.output = output.as<float>();
   }
 
-  // Runs the operator; false if it wrote outside its buffers.
+  // Runs the operator; false if it wrote outside its buffers, or into rows that are an earlier layer's.
   bool run(size_t tasks, Pool& pool) {
     if (const char* error = attention_error(p)) {
       std::printf("    attention_error: %s\n", error);
       return false;
     }
     Guarded workspace(attention_workspace_bytes(p, tasks), 3);
+    const CacheBuffers* const caches[] = {&key_cache, &value_cache};
+    CacheBuffers before[2];
+    for (int i = 0; i < 2 && !p.key; ++i) before[i] = *caches[i];
     attention(p, workspace.as<void>(), tasks, pool.handle());
-    for (const CacheBuffers* cache : {&key_cache, &value_cache}) {
-      if (!cache->rows.intact() || !cache->scales.intact()) return false;
+    for (int i = 0; i < 2; ++i) {
+      const CacheBuffers& now = *caches[i];
+      if (!now.rows.intact() || !now.scales.intact()) return false;
+      if (!p.key && !(now.rows == before[i].rows && now.scales == before[i].scales)) return false;
     }
     return workspace.intact() && output.intact();
   }
@@ -264,6 +289,7 @@ struct Problem {
   // `row` turned by the angles of `position`, back where direction is -1; in float64 from the tables.
   void rotate(double* row, int64_t position, int direction) const {
     const int half = p.rotary_dim / 2;
+    row += p.rotary_offset;
     for (int i = 0; i < half; ++i) {
       const double c = p.cos[position * half + i], s = direction * p.sin[position * half + i];
       const double a = row[i], b = row[i + half];
@@ -272,22 +298,23 @@ struct Problem {
   }
 
   std::vector<double> cache_row(const CacheBuffers& cache, int64_t b, int64_t g, int64_t n) const {
-    std::vector<double> row(p.head_dim);
-    for (int d = 0; d < p.head_dim; ++d) row[d] = cached(cache, row_at(b, g, n), d);
+    std::vector<double> row(cache.dim);
+    for (int d = 0; d < cache.dim; ++d) row[d] = cached(cache, row_at(b, g, n), d);
     return row;
   }
 
   // Whether the cache has exactly the codes and scale of `in` for row n.
   bool has_codes(const CacheBuffers& cache, size_t row, const float* in) const {
     CacheBuffers& c = const_cast<CacheBuffers&>(cache);
-    const CodedRow want = nearest_codes(in, p.head_dim);
+    const CodedRow want = nearest_codes(in, c.dim);
     return half_value(c.scales.as<uint16_t>()[row]) == want.scale &&
-           std::equal(want.codes.begin(), want.codes.end(), c.rows.as<int8_t>() + row * p.head_dim);
+           std::equal(want.codes.begin(), want.codes.end(), c.rows.as<int8_t>() + row * c.dim);
   }
 
   // Whether the new rows are what was given, rotated where they should be, up to rounding; and whether
-  // every row after them is still unwritten.
+  // every row after them is still unwritten. `run` has compared what may not be written at all.
   bool rows_written() const {
+    if (!p.key) return true;
     for (int64_t b = 0; b < p.batch; ++b) {
       for (int64_t g = 0; g < p.kv_heads; ++g) {
         for (int64_t n = p.past; n < p.capacity; ++n) {
@@ -301,17 +328,17 @@ struct Problem {
               continue;
             }
             const float* in =
-                (which ? p.value : p.key) + ((b * p.tokens + n - p.past) * p.kv_heads + g) * p.head_dim;
+                (which ? p.value : p.key) + ((b * p.tokens + n - p.past) * p.kv_heads + g) * cache.dim;
             const bool rotated = p.rotary == Rotary::kConjugate && which == 0;
             if (p.cache_type == CacheType::kInt8 && !rotated) {
               if (!has_codes(cache, row_at(b, g, n), in)) return false;
               continue;
             }
-            std::vector<double> want(in, in + p.head_dim);
+            std::vector<double> want(in, in + cache.dim);
             if (rotated) rotate(want.data(), n, 1);
             double largest = 0;
             for (double x : want) largest = std::max(largest, std::fabs(x));
-            for (int d = 0; d < p.head_dim; ++d) {
+            for (int d = 0; d < cache.dim; ++d) {
               // The unit of a float type is relative to the value. Codes are half a step from it at
               // most, a step being a 127th of the row's largest value and its own rounding to fp16.
               const double unit =
@@ -333,48 +360,54 @@ struct Problem {
   // error means nothing). Reads the rows from the cache, so that the rounding of stored rows is no part
   // of it.
   double error() const {
-    const int D = p.head_dim, group = p.num_heads / p.kv_heads;
+    const int D = p.head_dim, V = p.value_dim, group = p.num_heads / p.kv_heads;
+    const bool separate = p.value_cache != nullptr;
     const int64_t rows = p.past + p.tokens;
-    const size_t outputs = query.size();
-    std::vector<double> reference(outputs);
-    std::vector<double> keys(rows * D), values(rows * D), weight(rows), q(D);
+    std::vector<double> reference(outputs());
+    std::vector<double> keys(D * rows), values(rows * V), weight(rows), q(D);  // keys: [D, rows]
     for (int64_t b = 0; b < p.batch; ++b) {
       for (int64_t g = 0; g < p.kv_heads; ++g) {
         for (int64_t n = 0; n < rows; ++n) {
           std::vector<double> key_row = cache_row(key_cache, b, g, n);
-          std::vector<double> value_row = p.value ? cache_row(value_cache, b, g, n) : key_row;
+          const std::vector<double> value_row = separate ? cache_row(value_cache, b, g, n) : key_row;
+          for (int d = 0; p.key_weight && d < D; ++d) key_row[d] *= p.key_weight[d];
           if (p.rotary == Rotary::kOnRead) rotate(key_row.data(), n, 1);
-          std::copy(key_row.begin(), key_row.end(), &keys[n * D]);
-          std::copy(value_row.begin(), value_row.end(), &values[n * D]);
+          for (int d = 0; d < D; ++d) keys[d * rows + n] = key_row[d];
+          std::copy(value_row.begin(), value_row.begin() + V, &values[n * V]);
         }
         for (int64_t t = 0; t < p.tokens; ++t) {
           const int64_t position = p.past + t;
           for (int h = 0; h < group; ++h) {
-            const size_t at = ((b * p.tokens + t) * p.num_heads + g * group + h) * D;
-            std::copy(&p.query[at], &p.query[at] + D, q.begin());
+            const size_t head = (b * p.tokens + t) * p.num_heads + g * group + h;
+            std::copy(&p.query[head * D], &p.query[head * D] + D, q.begin());
             if (p.rotary != Rotary::kNone) rotate(q.data(), position, 1);
             double top = -INFINITY, sum = 0;
+            std::fill(weight.begin(), weight.end(), 0.0);
+            for (int d = 0; d < D; ++d) {
+              const double factor = q[d] * p.scale;
+              for (int64_t n = 0; n <= position; ++n) weight[n] += factor * keys[d * rows + n];
+            }
             for (int64_t n = 0; n < rows; ++n) {
-              weight[n] = -INFINITY;
-              if (!sees(position, n)) continue;
-              double score = 0;
-              for (int d = 0; d < D; ++d) score += q[d] * keys[n * D + d];
-              weight[n] = score * p.scale;
+              if (!sees(position, n)) weight[n] = -INFINITY;  // and NaN before
               top = std::max(top, weight[n]);
             }
-            for (double& w : weight) sum += w = std::exp(w - top);
-            double* out = &reference[at];
-            for (int64_t n = 0; n < rows; ++n) {
-              if (weight[n] == 0) continue;  // it may be NaN where nobody looks
-              for (int d = 0; d < D; ++d) out[d] += weight[n] / sum * values[n * D + d];
+            for (double& w : weight) {
+              if (w != -INFINITY) sum += w = std::exp(w - top);
             }
-            if (p.rotary == Rotary::kConjugate && !p.value) rotate(out, position, -1);
+            double* out = &reference[head * V];
+            for (int64_t n = 0; n < rows; ++n) {
+              if (weight[n] == -INFINITY) continue;  // its row may be NaN
+              for (int d = 0; d < V; ++d) out[d] += weight[n] / sum * values[n * V + d];
+            }
+            if (p.rotary == Rotary::kConjugate && !separate && p.rotary_offset < V) {
+              rotate(out, position, -1);
+            }
           }
         }
       }
     }
     double worst = 0;
-    const int64_t width = static_cast<int64_t>(p.num_heads) * D;
+    const int64_t width = static_cast<int64_t>(p.num_heads) * V;
     for (int64_t token = 0; token < p.batch * p.tokens; ++token) {
       double largest = 0, difference = 0;
       for (int64_t i = token * width; i < (token + 1) * width; ++i) {

@@ -5,10 +5,14 @@
 // emulators.
 #include "attention_test.h"
 
+#include <array>
+#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <iterator>
+#include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -52,12 +56,12 @@ bool check(const Case& c, Pool& pool, size_t tasks) {
     if (inside && written && error <= bound(type)) continue;
     std::printf(
         "  B %lld T %lld past %lld H %d G %d D %d rotary %d R %d separate %d window %lld sinks %lld "
-        "%s: ",
+        "V %d O %d weight %d reads %d %s: ",
         (long long)c.batch, (long long)c.tokens, (long long)c.past, c.heads, c.kv_heads, c.dim,
         static_cast<int>(c.rotary), c.rotary_dim, c.separate, (long long)c.window, (long long)c.sinks,
-        facts(type).name);
+        problem.p.value_dim, c.rotary_offset, c.key_weight, c.reads, facts(type).name);
     if (!inside) {
-      std::printf("wrote outside its buffers\n");
+      std::printf("wrote where it may not\n");
     } else if (!written) {
       std::printf("wrong rows in the cache\n");
     } else {
@@ -182,6 +186,111 @@ bool windows(Pool& pool) {
   return check_all(cases, pool);
 }
 
+// ---- kinds of layers ----
+// Each property of a problem has a few values; a problem is one index for each.
+
+constexpr int64_t kManyTokens[] = {1, 2, 9, 40}, kDepths[] = {0, 5, 63, 200, 1100};
+constexpr int kRatios[] = {1, 2, 3, 8, 17, 32, 64, 128}, kDims[] = {16, 62, 80, 192, 256, 288, 512, 576};
+constexpr int kKvHeads[] = {1, 2};
+
+// How wide a value is beside a key of D, and whether it is a row of its own.
+constexpr struct {
+  bool separate;
+  int dim, least;  // D * dim / 4 + least
+} kValues[] = {{false, 4, 0}, {false, 3, 1}, {false, 1, 0}, {true, 4, 0}, {true, 2, 1}, {true, 6, 0}};
+
+// Where the rotated part lies: at the front, within, at the end of the row, or nowhere; whether keys
+// have a weight.
+enum Place { kFront, kWithin, kEnd };
+constexpr struct {
+  Rotary mode;
+  Place place;
+  bool weight;
+} kPositions[] = {{Rotary::kNone, kFront, false},      {Rotary::kNone, kFront, true},
+                  {Rotary::kConjugate, kFront, false}, {Rotary::kConjugate, kWithin, false},
+                  {Rotary::kConjugate, kEnd, false},   {Rotary::kOnRead, kFront, true},
+                  {Rotary::kOnRead, kWithin, true},    {Rotary::kOnRead, kEnd, false}};
+
+constexpr struct {
+  int64_t window, sinks;
+} kSomeSights[] = {{0, 0}, {1, 0}, {64, 3}, {300, 70}};
+
+constexpr int64_t kChoices[] = {std::size(kManyTokens), std::size(kDepths),     std::size(kRatios),
+                                std::size(kDims),       std::size(kKvHeads),    std::size(kValues),
+                                std::size(kPositions),  std::size(kSomeSights), 2};
+constexpr size_t kProperties = std::size(kChoices);
+using Chosen = std::array<int, kProperties>;
+
+// False where the contract has no such problem, or the reference would take too long.
+bool make_case(const Chosen& chosen, Case* c) {
+  const auto& value = kValues[chosen[5]];
+  const auto& positions = kPositions[chosen[6]];
+  const auto& sight = kSomeSights[chosen[7]];
+  const int dim = kDims[chosen[3]], value_dim = dim * value.dim / 4 + value.least;
+  *c = {kManyTokens[chosen[0]],
+        kDepths[chosen[1]],
+        kRatios[chosen[2]] * kKvHeads[chosen[4]],
+        kKvHeads[chosen[4]],
+        dim,
+        positions.mode};
+  c->separate = value.separate, c->value_dim = value_dim;
+  c->key_weight = positions.weight, c->window = sight.window, c->sinks = sight.sinks;
+  c->reads = chosen[8];
+  if (positions.mode != Rotary::kNone) {
+    // A quarter of the row, which lies in a unified value or behind it.
+    c->rotary_dim = dim / 8 * 2;
+    c->rotary_offset = positions.place == kFront    ? 0
+                       : positions.place == kWithin ? 5
+                                                    : dim - c->rotary_dim;
+    if (positions.mode == Rotary::kConjugate && !value.separate && c->rotary_offset < value_dim &&
+        c->rotary_offset + c->rotary_dim > value_dim) {
+      return false;
+    }
+  }
+  return !(value.separate && positions.weight) &&
+         c->tokens * c->heads * (c->past + c->tokens) * dim < (quick ? 2 << 20 : 20 << 20);
+}
+
+// Cases in which every two values of two properties meet that can, found greedily: of some random cases
+// the one with most pairs that have not met.
+std::vector<Case> pairwise() {
+  std::set<std::array<int, 4>> open;  // property, value, property, value
+  const auto pairs = [](const Chosen& chosen, auto visit) {
+    for (int i = 0; i < static_cast<int>(kProperties); ++i) {
+      for (int j = 0; j < i; ++j) visit({i, chosen[i], j, chosen[j]});
+    }
+  };
+  std::mt19937 random(11);
+  const auto draw = [&] {
+    Chosen chosen;
+    for (size_t i = 0; i < kProperties; ++i) chosen[i] = static_cast<int>(random() % kChoices[i]);
+    return chosen;
+  };
+  Case c;
+  for (int i = 0; i < 20000; ++i) {
+    const Chosen chosen = draw();
+    if (make_case(chosen, &c)) pairs(chosen, [&](std::array<int, 4> pair) { open.insert(pair); });
+  }
+  std::vector<Case> cases;
+  while (!open.empty()) {
+    Chosen best{};
+    size_t most = 0;
+    for (int i = 0; i < 200 || most == 0; ++i) {
+      const Chosen chosen = draw();
+      if (!make_case(chosen, &c)) continue;
+      size_t met = 0;
+      pairs(chosen, [&](std::array<int, 4> pair) { met += open.count(pair); });
+      if (met > most) most = met, best = chosen;
+    }
+    pairs(best, [&](std::array<int, 4> pair) { open.erase(pair); });
+    make_case(best, &c);
+    cases.push_back(c);
+  }
+  return cases;
+}
+
+bool kinds_of_layers(Pool& pool) { return check_all(pairwise(), pool); }
+
 // The result must be the same bit for bit on any number of tasks and threads.
 bool task_counts(Pool& pool) {
   const std::vector<Case> cases = {{1, 5000, 32, 1, 64},
@@ -196,9 +305,9 @@ bool task_counts(Pool& pool) {
     Problem problem(c, c.window ? CacheType::kInt8 : CacheType::kFloat16);
     std::vector<float> first;
     for (size_t tasks : {1, 2, 3, 7, 200}) {
-      std::fill_n(problem.p.output, problem.query.size(), NAN);
+      std::fill_n(problem.p.output, problem.outputs(), NAN);
       if (!problem.run(tasks, pool)) return false;
-      const std::vector<float> now(problem.p.output, problem.p.output + problem.query.size());
+      const std::vector<float> now(problem.p.output, problem.p.output + problem.outputs());
       if (first.empty()) first = now;
       if (std::memcmp(first.data(), now.data(), now.size() * sizeof(float)) != 0) return false;
     }
@@ -219,7 +328,7 @@ bool chunked_prefill(Pool& pool) {
     if (!problem.run(2, pool) || !(problem.error() <= bound(type))) return false;
     for (const std::vector<int64_t>& chunks : {std::vector<int64_t>{1}, {64}, {1, 7, 63, 2}}) {
       const AttentionParams whole = problem.p;
-      std::memset(problem.p.output, 0xff, problem.query.size() * sizeof(float));
+      std::memset(problem.p.output, 0xff, problem.outputs() * sizeof(float));
       size_t next = 0;
       for (int64_t done = 0; done < tokens;) {
         AttentionParams& p = problem.p;
@@ -227,8 +336,8 @@ bool chunked_prefill(Pool& pool) {
         p.past = whole.past + done;
         p.query = whole.query + done * p.num_heads * p.head_dim;
         p.key = whole.key + done * p.kv_heads * p.head_dim;
-        if (p.value) p.value = whole.value + done * p.kv_heads * p.head_dim;
-        p.output = whole.output + done * p.num_heads * p.head_dim;
+        if (p.value) p.value = whole.value + done * p.kv_heads * p.value_dim;
+        p.output = whole.output + done * p.num_heads * p.value_dim;
         if (!problem.run(2, pool)) return false;
         done += p.tokens;
       }
@@ -262,6 +371,8 @@ bool nothing_to_do(Pool& pool) {
 
 // ---- validation ----
 
+void unify(AttentionParams& p) { p.value = nullptr, p.value_cache = nullptr; }
+
 bool errors(Pool&) {
   const Problem sound({2, 3, 4, 2, 8, Rotary::kConjugate, 8, true}, CacheType::kFloat16);
   if (attention_error(sound.p)) return false;
@@ -294,7 +405,20 @@ bool errors(Pool&) {
       {"address space", [](AttentionParams& p) { p.batch = INT64_MAX / 4; }},
       {"address space", [](AttentionParams& p) { p.rotary_rows = INT64_MAX / 4; }},
       {"query is null", [](AttentionParams& p) { p.query = nullptr; }},
-      {"key is null", [](AttentionParams& p) { p.key = nullptr; }},
+      {"no key is written", [](AttentionParams& p) { p.key = nullptr; }},
+      {"value_dim", [](AttentionParams& p) { p.value_dim = 0; }},
+      {"value_dim", [](AttentionParams& p) { p.value_dim = 1 << 30; }},
+      {"value_dim must not exceed", [](AttentionParams& p) { unify(p), p.value_dim = 9; }},
+      {"rotary_offset must not", [](AttentionParams& p) { p.rotary_offset = -1; }},
+      {"exceed head_dim", [](AttentionParams& p) { p.rotary_offset = 1; }},
+      {"exceed head_dim", [](AttentionParams& p) { p.rotary_offset = INT_MAX; }},
+      {"rotary_offset must be 0",
+       [](AttentionParams& p) { p.rotary = Rotary::kNone, p.rotary_dim = 0, p.rotary_offset = 2; }},
+      {"in its value or behind",
+       [](AttentionParams& p) { unify(p), p.rotary_dim = 4, p.rotary_offset = 3, p.value_dim = 6; }},
+      {"key_weight needs unified", [](AttentionParams& p) { p.key_weight = p.query; }},
+      {"key_weight needs rows", [](AttentionParams& p) { unify(p), p.key_weight = p.query; }},
+      {"address space", [](AttentionParams& p) { p.value_dim = 65536, p.capacity = INT64_MAX / 40; }},
       {"key_cache is null", [](AttentionParams& p) { p.key_cache = nullptr; }},
       {"output is null", [](AttentionParams& p) { p.output = nullptr; }},
       {"value", [](AttentionParams& p) { p.value = nullptr; }},
@@ -336,7 +460,7 @@ bool workspace_grows_with_past(Pool&) {
   for (int64_t tokens : {1, 4, 64}) {
     for (int64_t window : {0, 3000, 100000}) {
       AttentionParams p;
-      p.tokens = tokens, p.num_heads = 32, p.kv_heads = 1, p.head_dim = 64;
+      p.tokens = tokens, p.num_heads = 32, p.kv_heads = 1, p.head_dim = p.value_dim = 64;
       p.window = window, p.sinks = window / 3;
       size_t last = 0;
       for (p.past = 0; p.past < 200000; p.past += 501) {
@@ -380,6 +504,7 @@ int main(int argc, char** argv) {
       {"rotary modes", rotary_modes},
       {"batches", batches},
       {"windows and sinks", windows},
+      {"kinds of layers", kinds_of_layers},
       {"int8 codes", codes},
       {"an int8 cache is near an fp32 one", int8_is_near_fp32},
       {"int8 rows and queries that are hard on integers", int8_adversaries},

@@ -13,7 +13,7 @@ import pytest
 
 from conftest import TINY, write_checkpoint
 from edge_qkv import InputError, Session, _native
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from edge_qkv.export.onnx import stock as onnx_stock
 from edge_qkv.package import Package
 
@@ -35,7 +35,7 @@ def exported(tmp_path_factory):
         options = {"weights": "fp32", "cache": "fp32", "parity": False} | options
         output = folder / f"{case} {options}"
         if not output.exists():
-            TARGETS["onnx"](str(write_checkpoint(folder / case, CONFIGS[case])), output, **options)
+            export_package("onnx", str(write_checkpoint(folder / case, CONFIGS[case])), output, **options)
         return output
 
     return export

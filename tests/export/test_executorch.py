@@ -16,7 +16,7 @@ from conftest import TINY, needs, write_checkpoint
 from eager import TOLERANCE, expect
 from edge_qkv import InputError, Model, Session, _native, attention
 from edge_qkv.checkpoints import Checkpoint, read_checkpoint
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from edge_qkv.export.progress import silent
 from edge_qkv.model import Decoder
 from edge_qkv.package import Package
@@ -51,7 +51,7 @@ def checkpoint(tmp_path) -> Path:
 
 
 def _export(checkpoint: Path, output: Path, **options) -> dict:
-    return TARGETS["executorch"](str(checkpoint), output, **{"weights": "fp32", "parity": False} | options)
+    return export_package("executorch", str(checkpoint), output, **{"weights": "fp32", "parity": False} | options)
 
 
 def _altered(checkpoint: Path, name: str) -> Checkpoint:

@@ -17,7 +17,7 @@ from edge_qkv.attention import quantize_rows
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from edge_qkv.export.onnx import stock as onnx_stock
 from edge_qkv.export.onnx.exporter import export_onnx
 from edge_qkv.export.onnx.function import OUTPUTS
@@ -267,7 +267,7 @@ def test_windows(case, window, sinks, tmp_path):
 
 def test_export_options_set_the_window(tmp_path, tiny_checkpoint):
     options = dict(weights="fp32", cache="fp32", parity=False)
-    manifest = TARGETS["onnx"](str(tiny_checkpoint), tmp_path / "package", window=9, sinks=2, **options)
+    manifest = export_package("onnx", str(tiny_checkpoint), tmp_path / "package", window=9, sinks=2, **options)
     assert (manifest["config"]["window"], manifest["config"]["sinks"]) == (9, 2)
     for wrong, message in (
         ({"window": -3}, "^--window -3: .*from 0 to max_positions"),
@@ -275,7 +275,7 @@ def test_export_options_set_the_window(tmp_path, tiny_checkpoint):
         ({"sinks": 4}, "^--sinks 4: .*needs a window"),
     ):
         with pytest.raises(InputError, match=message):
-            TARGETS["onnx"](str(tiny_checkpoint), tmp_path / "wrong", **wrong, **options)
+            export_package("onnx", str(tiny_checkpoint), tmp_path / "wrong", **wrong, **options)
     assert [p.name for p in tmp_path.iterdir()] == ["package"]
 
 

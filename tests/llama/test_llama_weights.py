@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edge_qkv.checkpoints import read_checkpoint
-from edge_qkv.export import TARGETS, parity
+from edge_qkv.export import export_package, parity
 from edge_qkv.recipe import Recipe
 from edge_qkv.tokenizer import load_tokenizer
 from edge_qkv.training import train
@@ -29,7 +29,7 @@ def trained(request, tmp_path_factory, bundled_checkpoint):
 
 
 def test_the_parity_report_is_llama_cpps(trained, tmp_path):
-    report = TARGETS["gguf"](str(trained[0]), tmp_path / "package", weights="f32", cache="fp32")["parity"]
+    report = export_package("gguf", str(trained[0]), tmp_path / "package", weights="f32", cache="fp32")["parity"]
     assert (report["engine"], report["input"]) == ("llama.cpp", "text")
     assert report["max_logit_error"] < 1e-4 and report["top1_agreement"] > 0.999
 
@@ -38,7 +38,7 @@ def test_the_parity_report_is_llama_cpps(trained, tmp_path):
 @pytest.mark.parametrize(("weights", "most"), [("f16", 0.0005), ("q8_0", 0.003), ("q4_0", 0.05), ("q4_k", 0.05)])
 def test_perplexity(trained, tmp_path, weights, most):
     checkpoint, tokens = trained
-    manifest = TARGETS["gguf"](str(checkpoint), tmp_path / "package", weights=weights, parity=False)
+    manifest = export_package("gguf", str(checkpoint), tmp_path / "package", weights=weights, parity=False)
     windows = [tokens[i : i + CONTEXT] for i in range(0, len(tokens), CONTEXT)]
     decoder = read_checkpoint(str(checkpoint)).load()
     expected = np.concatenate([parity.score_eagerly(decoder, window) for window in windows])

@@ -141,6 +141,7 @@ static_assert(ours::kInt64 == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64);
 static_assert(ours::kFloat16 == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16);
 static_assert(ours::kFail == ORT_FAIL);
 static_assert(ours::kInvalidArgument == ORT_INVALID_ARGUMENT);
+static_assert(ours::kAttributeInt == ORT_OP_ATTR_INT);
 static_assert(ours::kLogFatal == ORT_LOGGING_LEVEL_FATAL);
 static_assert(ours::kSequential == ORT_SEQUENTIAL);
 static_assert(ours::kDeviceAllocator == OrtDeviceAllocator);

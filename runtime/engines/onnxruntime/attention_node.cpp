@@ -122,15 +122,14 @@ OrtStatus* AttentionNode::read_attributes(const OrtKernelInfo* info) {
   };
   if (OrtStatus* error = integer("num_heads", &attributes_.num_heads)) return error;
   if (OrtStatus* error = integer("kv_heads", &attributes_.kv_heads)) return error;
-  for (const auto& [name, out] :
-       {std::pair{"window", &attributes_.window}, std::pair{"sinks", &attributes_.sinks}}) {
-    if (OrtStatus* error = integer(name, out)) {
-      api_.ReleaseStatus(error);
-      return api_.CreateStatus(
-          kInvalidArgument,
-          "The attention has no sound window and sinks: an older edge-qkv wrote this "
-          "model; export it again.");
-    }
+  OrtStatus* missing = integer("value_dim", &attributes_.value_dim);
+  if (!missing) missing = integer("window", &attributes_.window);
+  if (!missing) missing = integer("sinks", &attributes_.sinks);
+  if (missing) {
+    api_.ReleaseStatus(missing);
+    return api_.CreateStatus(kInvalidArgument,
+                             "The attention has no sound value_dim, window and sinks: an older "
+                             "edge-qkv wrote this model; export it again.");
   }
   if (OrtStatus* error = api_.KernelInfoGetAttribute_float(info, "scale", &attributes_.scale))
     return error;
@@ -142,7 +141,9 @@ OrtStatus* AttentionNode::read_attributes(const OrtKernelInfo* info) {
     return api_.CreateStatus(kInvalidArgument,
                              "The attention's attribute rotary must be none, conjugate or on_read.");
   }
-  return attributes_.rotary == Rotary::kNone ? nullptr : integer("rotary_dim", &attributes_.rotary_dim);
+  if (attributes_.rotary == Rotary::kNone) return nullptr;
+  if (OrtStatus* error = integer("rotary_dim", &attributes_.rotary_dim)) return error;
+  return integer("rotary_offset", &attributes_.rotary_offset);
 }
 
 OrtStatus* AttentionNode::compute(OrtKernelContext* raw) const try {
@@ -152,7 +153,9 @@ OrtStatus* AttentionNode::compute(OrtKernelContext* raw) const try {
   AttentionParams params = attributes_;
   const std::string unfit = read_operator(inputs, &params);
   context.require(unfit.empty(), unfit);
-  params.output = static_cast<float*>(context.output(kAttention, inputs[kQuery]));
+  OperatorTensor attended = inputs[kQuery];
+  attended.shape[2] = output_width(params);
+  params.output = static_cast<float*>(context.output(kAttention, attended));
   // Before the outputs replace the inputs: `past` must be sound for the copy.
   const char* unsound = attention_error(params);
   context.require(!unsound, unsound ? unsound : "");
@@ -160,14 +163,13 @@ OrtStatus* AttentionNode::compute(OrtKernelContext* raw) const try {
   const CacheTypeFacts& type = facts(params.cache_type);
   const auto update = [&](OperatorInput input, Output index, int64_t row_bytes) -> void* {
     const OperatorTensor& from = inputs[input];
-    if (!from.present) return nullptr;
+    if (!from.present || !inputs[kKey].present) return from.data;  // without kv nothing is written
     void* to = context.output(index, from);
     copy_valid_rows(params, row_bytes, from.data, to);
     return to;
   };
-  const int64_t row_bytes = params.head_dim * type.value_bytes;
-  params.key_cache = update(kCache, kCacheOut, row_bytes);
-  params.value_cache = update(kValueCache, kValueCacheOut, row_bytes);
+  params.key_cache = update(kCache, kCacheOut, params.head_dim * type.value_bytes);
+  params.value_cache = update(kValueCache, kValueCacheOut, params.value_dim * type.value_bytes);
   params.key_scales = static_cast<uint16_t*>(update(kCacheScale, kCacheScaleOut, type.scale_bytes));
   params.value_scales =
       static_cast<uint16_t*>(update(kValueCacheScale, kValueCacheScaleOut, type.scale_bytes));

@@ -6,18 +6,27 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <utility>
+#include <vector>
 
 #include "attention_node.h"
+#include "core/processors.h"
 #include "edge_qkv.h"
 
 namespace edge_qkv::ort {
 namespace {
 
+// One for each kind of layer that a model may have, see custom_op.h.
+constexpr const char* kNames[] = {
+    "UnifiedKVAttention",    "UnifiedKVAttention_1",  "UnifiedKVAttention_2",  "UnifiedKVAttention_3",
+    "UnifiedKVAttention_4",  "UnifiedKVAttention_5",  "UnifiedKVAttention_6",  "UnifiedKVAttention_7",
+    "UnifiedKVAttention_8",  "UnifiedKVAttention_9",  "UnifiedKVAttention_10", "UnifiedKVAttention_11",
+    "UnifiedKVAttention_12", "UnifiedKVAttention_13", "UnifiedKVAttention_14", "UnifiedKVAttention_15"};
+
 // ONNX Runtime tells types apart by operator: one of the same name for each type of the cache.
 struct AttentionOp : CustomOp {
   const Api* api;
+  const char* name;
   int cache_type;  // kFloat, kFloat16 or kInt8
   size_t tasks;
 };
@@ -63,18 +72,40 @@ int output_type(const CustomOp* op, size_t index) {
   }
 }
 
+// An integer attribute; -1 where there is none, of which the kernel complains.
+int64_t read_attribute(const Api& api, OrtShapeInferContext* context, const char* name) {
+  const OrtOpAttr* attribute = nullptr;
+  int64_t value = -1;
+  size_t bytes = 0;
+  OrtStatus* error = api.ShapeInferContext_GetAttribute(context, name, &attribute);
+  if (!error) error = api.ReadOpAttr(attribute, kAttributeInt, &value, sizeof value, &bytes);
+  if (!error) return value;
+  api.ReleaseStatus(error);
+  return -1;
+}
+
+// Memory is planned by shapes. The attention's is the query's, symbols and all, but for the width.
 OrtStatus* infer_shapes(const CustomOp* op, OrtShapeInferContext* context) {
   const Api& api = *self(op).api;
-  constexpr std::pair<size_t, size_t> kSameShape[] = {
-      {kQuery, AttentionNode::kAttention},
-      {kCache, AttentionNode::kCacheOut},
-  };
-  for (const auto& [input, output] : kSameShape) {
-    OrtTensorTypeAndShapeInfo* info = nullptr;
-    if (OrtStatus* error = api.ShapeInferContext_GetInputTypeShape(context, input, &info)) return error;
-    if (OrtStatus* error = api.ShapeInferContext_SetOutputTypeShape(context, output, info)) return error;
-  }
-  return nullptr;
+  OrtTensorTypeAndShapeInfo *query = nullptr, *cache = nullptr;
+  if (OrtStatus* error = api.ShapeInferContext_GetInputTypeShape(context, kQuery, &query)) return error;
+  if (OrtStatus* error = api.ShapeInferContext_GetInputTypeShape(context, kCache, &cache)) return error;
+  // Fails where the node has no such output, having no rows to write.
+  OrtStatus* absent = api.ShapeInferContext_SetOutputTypeShape(context, AttentionNode::kCacheOut, cache);
+  if (absent) api.ReleaseStatus(absent);
+
+  const int64_t heads = read_attribute(api, context, "num_heads");
+  const int64_t value_dim = read_attribute(api, context, "value_dim");
+  int64_t shape[3] = {}, width = 0;
+  size_t rank = 0;
+  if (OrtStatus* error = api.GetDimensionsCount(query, &rank)) return error;
+  if (rank != std::size(shape)) return nullptr;
+  if (OrtStatus* error = api.GetDimensions(query, shape, rank)) return error;
+  if (shape[2] < 0 || heads < 0 || value_dim < 0) return nullptr;
+  if (__builtin_mul_overflow(heads, value_dim, &width)) return nullptr;
+  shape[2] = width;
+  if (OrtStatus* error = api.SetDimensions(query, shape, rank)) return error;
+  return api.ShapeInferContext_SetOutputTypeShape(context, AttentionNode::kAttention, query);
 }
 
 constexpr int kInplaceInputs[] = {kCache, kValueCache, kCacheScale, kValueCacheScale};
@@ -84,17 +115,17 @@ constexpr int kInplaceOutputs[] = {AttentionNode::kCacheOut, AttentionNode::kVal
 CustomOp describe() {
   CustomOp op = {};
   op.version = kApiVersion;
-  op.GetName = [](const CustomOp*) { return "UnifiedKVAttention"; };
+  op.GetName = [](const CustomOp* op) { return self(op).name; };
   op.GetExecutionProviderType = [](const CustomOp*) -> const char* { return nullptr; };
   op.GetInputType = input_type;
   op.GetInputTypeCount = [](const CustomOp*) -> size_t { return kOperatorInputs; };
   op.GetOutputType = output_type;
   op.GetOutputTypeCount = [](const CustomOp*) -> size_t { return AttentionNode::kOutputs; };
   op.GetInputCharacteristic = [](const CustomOp*, size_t index) {
-    return index > kPast ? kOptional : kRequired;
+    return index == kQuery || index == kCache || index == kPast ? kRequired : kOptional;
   };
   op.GetOutputCharacteristic = [](const CustomOp*, size_t index) {
-    return index > AttentionNode::kCacheOut ? kOptional : kRequired;
+    return index > AttentionNode::kAttention ? kOptional : kRequired;
   };
   op.GetInputMemoryType = [](const CustomOp*, size_t) { return kMemTypeDefault; };
   op.GetVariadicInputMinArity = [](const CustomOp*) { return 0; };
@@ -132,15 +163,17 @@ CustomOp describe() {
 
 // The operators and the domain that holds them.
 struct Registration {
-  Registration(const OrtApi* table, int threads)
-      : api(table),
-        ops{{describe(), &api, kFloat16, static_cast<size_t>(threads)},
-            {describe(), &api, kFloat, static_cast<size_t>(threads)},
-            {describe(), &api, kInt8, static_cast<size_t>(threads)}} {}
+  Registration(const OrtApi* table, int threads) : api(table) {
+    for (const char* name : kNames) {
+      for (const int type : {kFloat16, kFloat, kInt8}) {
+        ops.push_back({describe(), &api, name, type, static_cast<size_t>(threads)});
+      }
+    }
+  }
 
   OrtStatus* make_domain() {
     if (OrtStatus* error = api.CreateCustomOpDomain("edge_qkv", &domain)) return error;
-    for (const CustomOp& op : ops) {
+    for (const AttentionOp& op : ops) {
       const auto* added = reinterpret_cast<const OrtCustomOp*>(&op);
       if (OrtStatus* error = api.CustomOpDomain_Add(domain, added)) return error;
     }
@@ -152,7 +185,7 @@ struct Registration {
   }
 
   const Api api;
-  const AttentionOp ops[3];
+  std::vector<AttentionOp> ops;  // never moved: the domain refers to them
   OrtCustomOpDomain* domain = nullptr;
 };
 
@@ -189,6 +222,5 @@ extern "C" EQKV_API OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
         reinterpret_cast<OrtStatus* (*const*)(int, const char*)>(base->GetApi(1))[0];
     return create_status(kFail, "This ONNX Runtime is too old for edge-qkv; it needs 1.20 or newer.");
   }
-  const int threads = static_cast<int>(std::thread::hardware_concurrency());
-  return add_attention_op(table, options, threads > 0 ? threads : 1);
+  return add_attention_op(table, options, edge_qkv::processors());
 }

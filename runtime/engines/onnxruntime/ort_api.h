@@ -17,6 +17,7 @@ struct OrtEnv;
 struct OrtKernelContext;
 struct OrtKernelInfo;
 struct OrtMemoryInfo;
+struct OrtOpAttr;
 struct OrtRunOptions;
 struct OrtSession;
 struct OrtSessionOptions;
@@ -43,6 +44,8 @@ constexpr int kUndefined = 0, kFloat = 1, kInt8 = 3, kInt64 = 7, kFloat16 = 10;
 constexpr int kFail = 1, kInvalidArgument = 2;
 // OrtLoggingLevel, ExecutionMode, OrtAllocatorType, OrtMemType
 constexpr int kLogFatal = 4, kSequential = 0, kDeviceAllocator = 0, kMemTypeDefault = 0;
+// OrtOpAttrType
+constexpr int kAttributeInt = 1;
 // OrtCustomOpInputOutputCharacteristic
 constexpr int kRequired = 0, kOptional = 1;
 
@@ -83,6 +86,7 @@ constexpr int kRequired = 0, kOptional = 1;
      OrtValue**))                                                                                      \
   X(51, GetTensorMutableData, OrtStatus*, (OrtValue*, void**))                                         \
   X(55, CastTypeInfoToTensorInfo, OrtStatus*, (const OrtTypeInfo*, const OrtTensorTypeAndShapeInfo**)) \
+  X(59, SetDimensions, OrtStatus*, (OrtTensorTypeAndShapeInfo*, const int64_t* shape, size_t rank))    \
   X(60, GetTensorElementType, OrtStatus*, (const OrtTensorTypeAndShapeInfo*, int*))                    \
   X(61, GetDimensionsCount, OrtStatus*, (const OrtTensorTypeAndShapeInfo*, size_t*))                   \
   X(62, GetDimensions, OrtStatus*, (const OrtTensorTypeAndShapeInfo*, int64_t* shape, size_t rank))    \
@@ -111,8 +115,11 @@ constexpr int kRequired = 0, kOptional = 1;
   X(130, AddSessionConfigEntry, OrtStatus*, (OrtSessionOptions*, const char* key, const char* value))  \
   X(268, ShapeInferContext_GetInputTypeShape, OrtStatus*,                                              \
     (const OrtShapeInferContext*, size_t index, OrtTensorTypeAndShapeInfo**))                          \
+  X(269, ShapeInferContext_GetAttribute, OrtStatus*,                                                   \
+    (const OrtShapeInferContext*, const char* name, const OrtOpAttr**))                                \
   X(270, ShapeInferContext_SetOutputTypeShape, OrtStatus*,                                             \
     (const OrtShapeInferContext*, size_t index, const OrtTensorTypeAndShapeInfo*))                     \
+  X(272, ReadOpAttr, OrtStatus*, (const OrtOpAttr*, int type, void* data, size_t bytes, size_t* out))  \
   X(274, KernelContext_ParallelFor, OrtStatus*,                                                        \
     (const OrtKernelContext*, void (*fn)(void*, size_t), size_t total, size_t batches,                 \
      void* user_data))

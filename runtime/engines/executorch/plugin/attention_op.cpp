@@ -10,6 +10,7 @@
 #include <climits>
 #include <cstdlib>
 #include <functional>
+#include <iterator>
 #include <memory>
 
 #include "attention/attention.h"
@@ -28,20 +29,30 @@ using executorch::runtime::EValue;
 using executorch::runtime::KernelRuntimeContext;
 using executorch::runtime::Span;
 
+// The operator, and the one for layers that read the rows of an earlier layer, which has no new ones: it
+// changes nothing, so a program may order it by what it reads alone.
 constexpr const char* kName = "edge_qkv::unified_kv_attention.out";
+constexpr OperatorInput kInputs[] = {kQuery,    kKey,   kCache,      kPast,       kCos,
+                                     kSin,      kValue, kValueCache, kCacheScale, kValueCacheScale,
+                                     kKeyWeight};
+constexpr const char* kReadName = "edge_qkv::unified_kv_read_attention.out";
+constexpr OperatorInput kReadInputs[] = {
+    kQuery, kCache, kPast, kCos, kSin, kValueCache, kCacheScale, kValueCacheScale, kKeyWeight};
 
 // After the tensors; the result comes twice, as argument and as return value.
 enum Attribute {
-  kNumHeads = kOperatorInputs,
+  kNumHeads,
   kKvHeads,
   kScale,
   kRotary,
   kRotaryDim,
+  kRotaryOffset,
+  kValueDim,
   kWindow,
   kSinks,
-  kOut
+  kOut,
+  kAttributes
 };
-constexpr size_t kArguments = kOut + 1;
 
 Element element_of(ScalarType type) {
   switch (type) {
@@ -87,10 +98,12 @@ bool integer(const EValue& value, Out* out) {
   return true;
 }
 
-bool read_attributes(const Span<EValue*>& arguments, AttentionParams* params) {
-  const auto at = [&](Attribute index) -> const EValue& { return *arguments[index]; };
+bool read_attributes(EValue* const* attributes, AttentionParams* params) {
+  const auto at = [&](Attribute index) -> const EValue& { return *attributes[index]; };
   if (!integer(at(kNumHeads), &params->num_heads) || !integer(at(kKvHeads), &params->kv_heads) ||
-      !integer(at(kRotaryDim), &params->rotary_dim) || !integer(at(kWindow), &params->window) ||
+      !integer(at(kRotaryDim), &params->rotary_dim) ||
+      !integer(at(kRotaryOffset), &params->rotary_offset) ||
+      !integer(at(kValueDim), &params->value_dim) || !integer(at(kWindow), &params->window) ||
       !integer(at(kSinks), &params->sinks) || !at(kScale).isDouble() || !at(kRotary).isString()) {
     return false;
   }
@@ -123,27 +136,27 @@ bool is_planned(const RunningCall& call, const Tensor& tensor) {
 }
 
 // One sentence, or empty.
-std::string compute(const Span<EValue*>& arguments) {
+std::string compute(const Span<EValue*>& arguments, const OperatorInput* order, size_t tensors) {
   AttentionParams params;
-  if (arguments.size() < kArguments || !read_attributes(arguments, &params)) {
+  EValue* const* const attributes = arguments.data() + tensors;
+  if (arguments.size() < tensors + kAttributes || !read_attributes(attributes, &params)) {
     return "The attention's attributes are not those of this version of the operator.";
   }
   for (const EValue* argument : arguments) {
     if (!row_major(*argument)) return "The attention has a tensor that is not in row-major order.";
   }
   OperatorTensor inputs[kOperatorInputs];
-  for (size_t i = 0; i < kOperatorInputs; ++i) inputs[i] = describe(*arguments[i]);
+  for (size_t i = 0; i < tensors; ++i) inputs[order[i]] = describe(*arguments[i]);
   std::string unfit = read_operator(inputs, &params);
   if (!unfit.empty()) return unfit;
-  if (!arguments[kOut]->isTensor()) return "The attention has no output.";
-  Tensor& out = arguments[kOut]->toTensor();
-  const executorch::aten::SizesType shape[] = {
-      static_cast<executorch::aten::SizesType>(inputs[kQuery].shape[0]),
-      static_cast<executorch::aten::SizesType>(inputs[kQuery].shape[1]),
-      static_cast<executorch::aten::SizesType>(inputs[kQuery].shape[2])};
-  if (out.scalar_type() != ScalarType::Float ||
+  if (!attributes[kOut]->isTensor()) return "The attention has no output.";
+  Tensor& out = attributes[kOut]->toTensor();
+  using executorch::aten::SizesType;
+  const SizesType shape[] = {static_cast<SizesType>(params.batch), static_cast<SizesType>(params.tokens),
+                             static_cast<SizesType>(output_width(params))};
+  if (out.scalar_type() != ScalarType::Float || output_width(params) > INT_MAX ||
       executorch::runtime::resize_tensor(out, {shape, 3}) != executorch::runtime::Error::Ok) {
-    return "The attention's output has not the query's shape.";
+    return "The attention's output has not the shape of the query's tokens and its values.";
   }
   params.output = out.mutable_data_ptr<float>();
   if (const char* unsound = attention_error(params)) return unsound;
@@ -166,7 +179,9 @@ std::string compute(const Span<EValue*>& arguments) {
 }
 
 // Nothing may be thrown into ExecuTorch.
-void kernel(KernelRuntimeContext& context, Span<EValue*> arguments) noexcept {
+template <size_t N>
+void run(KernelRuntimeContext& context, Span<EValue*> arguments,
+         const OperatorInput (&order)[N]) noexcept {
   const RunningCall* call = running_call;
   if (call && call->stop && call->stop->load(std::memory_order_relaxed)) {
     context.fail(executorch::runtime::Error::Internal);
@@ -179,7 +194,7 @@ void kernel(KernelRuntimeContext& context, Span<EValue*> arguments) noexcept {
       if (call && call->failure) *call->failure = std::move(failure);
     };
     try {
-      const std::string failure = compute(arguments);
+      const std::string failure = compute(arguments, order, N);
       if (!failure.empty()) fail(failure);
     } catch (const Aborted& aborted) {
       fail(std::string(aborted.what()) + ".");
@@ -189,12 +204,21 @@ void kernel(KernelRuntimeContext& context, Span<EValue*> arguments) noexcept {
   }
 }
 
+void kernel(KernelRuntimeContext& context, Span<EValue*> arguments) noexcept {
+  run(context, arguments, kInputs);
+}
+
+void read_kernel(KernelRuntimeContext& context, Span<EValue*> arguments) noexcept {
+  run(context, arguments, kReadInputs);
+}
+
 }  // namespace
 
 void register_attention() {
+  using executorch::runtime::Kernel;
+  static const Kernel kernels[] = {Kernel(kName, kernel), Kernel(kReadName, read_kernel)};
   // Aborts where the registry is full, which the wheel's has room not to be.
-  static const auto registered =
-      executorch::runtime::register_kernel(executorch::runtime::Kernel(kName, kernel));
+  static const auto registered = executorch::runtime::register_kernels({kernels, std::size(kernels)});
   (void)registered;
 }
 

@@ -10,7 +10,7 @@ from edge_qkv import InputError, ModelConfig, Package, files
 from edge_qkv.bench.common import say
 from edge_qkv.packing import packed_directory
 from edge_qkv.presets import PRESETS, preset
-from edge_qkv.stored import cache_bytes_per_token, stored_as
+from edge_qkv.targets import cache_bytes_per_token, stored_as
 
 
 def named_config(name: str) -> ModelConfig | None:
@@ -40,7 +40,7 @@ def random_package(name: str, config: ModelConfig, directory: Path, target: str,
             f"{name}: random weights are exported first, which needs torch; run pip install 'edge-qkv[export]', or "
             "give a package that was exported elsewhere"
         )
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
     from edge_qkv.export.progress import Bar
 
     say(f"exporting random weights of {name} to {path}")
@@ -50,7 +50,7 @@ def random_package(name: str, config: ModelConfig, directory: Path, target: str,
         with tempfile.TemporaryDirectory() as folder:
             description = Path(folder) / "config.json"
             files.write_json(description, config.to_dict())
-            TARGETS[target](f"random:{description}", path, weights=kind, cache=cache, parity=False, progress=bar)
+            export_package(target, f"random:{description}", path, weights=kind, cache=cache, parity=False, progress=bar)
     finally:
         bar.close()
     return Package.open(path, verify=False)
