@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from edge_qkv.config import ModelConfig
 from edge_qkv.description import describe
+from edge_qkv.export import operator
 from edge_qkv.formats import Weights
 from edge_qkv.layer import LayerSpec
 from edge_qkv.targets import FileSizes, named, stored_as
@@ -56,6 +57,8 @@ def estimate(
         "matrix_bytes": sum(matrices) + sum(head),
         "table_bytes": sum(tables),
         "prefill_chunk": chunk,
+        "cache_rows": 0,
+        "operator": operator.VERSION,
     }
     return Estimate(
         describe(config, cache, facts), facts["weight_bytes"], facts["matrix_bytes"], facts["table_bytes"], chunk

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from edge_qkv import Sampling, Session
-from edge_qkv.bench.package import snapshots as restore
+from edge_qkv.bench.package import snapshots
 from edge_qkv.cli import main
 from edge_qkv.planning import plan
 
@@ -54,7 +54,7 @@ def test_a_conversation_that_outgrows_the_budget_is_told_so(package, capsys):
 def test_benchmarks_go_as_far_as_the_model_does(tiny_package, capsys):
     found = _json(capsys, "bench", tiny_package, "--only", "decode", "--repeats", 1)
     assert [row["depth"] for row in found["decode"]["depths"]] == [0, 95]
-    assert restore.main([str(tiny_package), "--repeats", "1", "--json"]) == 0
+    assert snapshots.main([str(tiny_package), "--repeats", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 95
 
 

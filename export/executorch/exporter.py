@@ -10,6 +10,7 @@ from typing import Any
 
 from edge_qkv import _native
 from edge_qkv.checkpoints import Checkpoint
+from edge_qkv.description import DESCRIPTION, FINGERPRINT, describe
 from edge_qkv.errors import InputError
 from edge_qkv.export import operator
 from edge_qkv.export.executorch import program as executorch_program
@@ -66,19 +67,19 @@ def export_executorch(
         decoder = executorch_weights.load(checkpoint, executorch_program.attend, how, progress)
         matrix_bytes, table_bytes = executorch_weights.stored_bytes(decoder, how)
         check_space(directory, matrix_bytes + table_bytes)
-        facts = operator.description(config, cache) | {
-            "operator": str(operator.VERSION),
+        facts = {
+            "weight_bits": how.layers.bits,
+            "block_size": block,
+            "matrix_bytes": matrix_bytes,
+            "table_bytes": table_bytes,
+            "prefill_chunk": chunk,
+            "cache_rows": executorch_program.cache_rows(config, cache),
+            "operator": operator.VERSION,
             "executorch": version("executorch"),
-            "cache_rows": str(executorch_program.cache_rows(config, cache)),
-            "prefill_chunk": str(chunk),
-            "weight_bits": str(how.layers.bits),
-            "block_size": str(block),
-            "matrix_bytes": str(matrix_bytes),
-            "table_bytes": str(table_bytes),
-            "fingerprint": _UNKNOWN,
         }
+        texts = {DESCRIPTION: describe(config, cache, facts), FINGERPRINT: _UNKNOWN}
         progress("Lowering to XNNPACK (minutes for a model of a billion parameters)", 0, 0)
-        program = executorch_program.lower(decoder, cache, chunk, facts)
+        program = executorch_program.lower(decoder, cache, chunk, texts)
         progress("Writing the program", 0, 0)
         with (directory / MODEL).open("wb") as file:
             program.write_to_file(file)

@@ -1,12 +1,15 @@
-// Times of the attention operator alone, by cache type, depth, new tokens and threads.
+// Times of the attention operator alone, by cache type, width, depth, new tokens and threads.
 //
-// Runs on the instruction set in use (EDGE_QKV_ISA forces one). Within a round the cache types take
-// turns, so that what else the machine does meets all of them: compare figures of one line.
+// Runs on the instruction set in use (EDGE_QKV_ISA forces one). Within a round the cache types and
+// widths take turns, so that what else the machine does meets all of them: compare figures of one line.
 //
 //   attention_bench [--depths N,...] [--tokens N,...] [--threads N,...] [--types fp32,fp16,int8]
-//                   [--heads N] [--kv-heads N] [--dim N] [--rotary none|conjugate|read] [--separate]
-//                   [--window N] [--layers N] [--milliseconds N] [--rounds N]
+//                   [--heads N] [--kv-heads N] [--dims D[:V],...] [--rotary none|conjugate|read]
+//                   [--key-weight] [--separate] [--reads] [--window N] [--layers N] [--milliseconds N]
+//                   [--rounds N]
 //
+// --dims: head_dim and value_dim, the same where there is one number. --reads: an earlier layer wrote
+// the rows.
 // --rounds takes the place of --milliseconds where instructions are counted: N rounds beside the warm
 // one.
 #include <chrono>
@@ -29,16 +32,17 @@ struct Options {
   std::vector<int64_t> tokens = {1, 64, 512};
   std::vector<int64_t> threads = {1, 2};
   std::vector<CacheType> types = {CacheType::kFloat16, CacheType::kInt8};
+  std::vector<std::string> dims = {"64"};
   Case shape = {1, 0, 32, 1, 64};
   int layers = 4;             // caches that take turns, so that none stays in a core's own cache
   double milliseconds = 600;  // a line and cache type
   int64_t rounds = 0;         // where not 0: rounds of a line, whatever they take
 };
 
-std::vector<std::string> split(const char* list) {
+std::vector<std::string> split(const char* list, char between = ',') {
   std::vector<std::string> parts(1);
   for (; *list; ++list) {
-    if (*list == ',') {
+    if (*list == between) {
       parts.emplace_back();
     } else {
       parts.back() += *list;
@@ -66,8 +70,9 @@ Options parse(int argc, char** argv) {
   Options o;
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
-    if (name == "--separate") {
-      o.shape.separate = true;
+    bool* const flags[] = {&o.shape.separate, &o.shape.key_weight, &o.shape.reads};
+    if (name == "--separate" || name == "--key-weight" || name == "--reads") {
+      *flags[find({"--separate", "--key-weight", "--reads"}, name)] = true;
       continue;
     }
     const char* value = i + 1 < argc ? argv[++i] : "";
@@ -77,6 +82,8 @@ Options parse(int argc, char** argv) {
       o.tokens = numbers(value);
     } else if (name == "--threads") {
       o.threads = numbers(value);
+    } else if (name == "--dims") {
+      o.dims = split(value);
     } else if (name == "--types") {
       o.types.clear();
       for (const std::string& type : split(value)) {
@@ -85,26 +92,23 @@ Options parse(int argc, char** argv) {
     } else if (name == "--rotary") {
       o.shape.rotary = static_cast<Rotary>(find({"none", "conjugate", "read"}, value));
     } else {
-      int64_t window = 0, layers = 0, milliseconds = 0, heads = 0, kv_heads = 0, dim = 0;
-      const char* const names[] = {"--window", "--layers",   "--milliseconds", "--rounds",
-                                   "--heads",  "--kv-heads", "--dim"};
-      int64_t* const places[] = {&window, &layers, &milliseconds, &o.rounds, &heads, &kv_heads, &dim};
+      int64_t window = 0, layers = 0, milliseconds = 0, heads = 0, kv_heads = 0;
+      const char* const names[] = {"--window", "--layers", "--milliseconds",
+                                   "--rounds", "--heads",  "--kv-heads"};
+      int64_t* const places[] = {&window, &layers, &milliseconds, &o.rounds, &heads, &kv_heads};
       *places[find(names, name)] = std::atoll(value);
       if (window) o.shape.window = window;
       if (layers) o.layers = static_cast<int>(layers);
       if (milliseconds) o.milliseconds = static_cast<double>(milliseconds);
       if (heads) o.shape.heads = static_cast<int>(heads);
       if (kv_heads) o.shape.kv_heads = static_cast<int>(kv_heads);
-      if (dim) o.shape.dim = static_cast<int>(dim);
     }
   }
-  o.shape.rotary_dim = o.shape.rotary == Rotary::kNone ? 0 : o.shape.dim / 2 * 2;
   return o;
 }
 
-// The layers of one cache type and how long a call takes, in ms.
+// The layers of one cache type and width, and how long a call takes, in ms.
 struct Contestant {
-  CacheType type;
   std::vector<Problem> layers;
   std::vector<double> times;
 
@@ -123,9 +127,14 @@ void measure(const Options& o, int64_t depth, int64_t tokens) {
   Case c = o.shape;
   c.past = depth, c.tokens = tokens;
   std::vector<Contestant> contestants;
-  for (CacheType type : o.types) {
-    contestants.push_back({type, {}, {}});
-    for (int i = 0; i < o.layers; ++i) contestants.back().layers.emplace_back(c, type);
+  for (const std::string& dims : o.dims) {
+    c.dim = static_cast<int>(numbers(split(dims.c_str(), ':').front().c_str())[0]);
+    c.value_dim = static_cast<int>(numbers(split(dims.c_str(), ':').back().c_str())[0]);
+    c.rotary_dim = c.rotary == Rotary::kNone ? 0 : std::min(c.dim, c.value_dim) / 2 * 2;
+    for (CacheType type : o.types) {
+      contestants.emplace_back();
+      for (int i = 0; i < o.layers; ++i) contestants.back().layers.emplace_back(c, type);
+    }
   }
   for (int64_t threads : o.threads) {
     Pool pool(static_cast<int>(threads));
@@ -148,8 +157,10 @@ void measure(const Options& o, int64_t depth, int64_t tokens) {
     for (Contestant& contestant : contestants) {
       std::vector<double>& times = contestant.times;
       std::sort(times.begin(), times.end());
-      if (first == 0) first = times[0];
-      std::printf("  %9.4f %9.4f %6.2fx", times[0], times[times.size() / 2], first / times[0]);
+      const AttentionParams& p = contestant.layers[0].p;
+      const double speed = (p.head_dim + p.value_dim) / times[0];
+      if (first == 0) first = speed;
+      std::printf("  %9.4f %9.4f %6.2fx", times[0], times[times.size() / 2], speed / first);
     }
     if (o.rounds) {
       std::printf("  outputs");
@@ -169,10 +180,14 @@ void measure(const Options& o, int64_t depth, int64_t tokens) {
 
 int main(int argc, char** argv) {
   const Options o = parse(argc, argv);
-  std::printf("instruction set: %s; %d heads on %d of %d; ms a layer; x: against the first type\n",
-              isa_name(), o.shape.heads, o.shape.kv_heads, o.shape.dim);
+  std::printf("instruction set: %s; %d heads on %d; ms a layer; x: products a second, to the first's\n",
+              isa_name(), o.shape.heads, o.shape.kv_heads);
   std::printf("  depth tokens threads");
-  for (CacheType type : o.types) std::printf("  %4s fewest    median       x", facts(type).name);
+  for (const std::string& dims : o.dims) {
+    for (CacheType type : o.types) {
+      std::printf("  %9s %9s       x", dims.c_str(), facts(type).name);
+    }
+  }
   std::printf("\n");
   for (int64_t depth : o.depths) {
     for (int64_t tokens : o.tokens) measure(o, depth, tokens);

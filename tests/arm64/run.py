@@ -247,7 +247,7 @@ def counting_plugin() -> Path:
 
 def counted(processor: str, plugin: Path, cache: str, depth: int, rounds: int, isa: str = "") -> tuple[int, str]:
     """Instructions of the whole program, and the checksum of what it computes."""
-    bench = (NATIVE / "attention_bench", "--heads", HEADS, "--dim", 64, "--layers", 1, "--threads", 1, "--tokens", 1)
+    bench = (NATIVE / "attention_bench", "--heads", HEADS, "--dims", 64, "--layers", 1, "--threads", 1, "--tokens", 1)
     what = ("--types", cache, "--depths", depth, "--rounds", rounds)
     command = (EMULATOR, "-plugin", plugin, *bench, *what)
     done = run(*command, **emulated(processor), EDGE_QKV_ISA=isa)
