@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from edge_qkv import files
-from edge_qkv.errors import InputError, one_line
+from edge_qkv.errors import EdgeQKVError, InputError, one_line
 
 # Names that tokenizers give to the token that ends a text.
 _END_TOKENS = (
@@ -64,7 +65,7 @@ def encode(tokenizer, text: str, stops: frozenset[int], start: bool) -> list[int
 
 
 def stream_text(tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Yields the text of `tokens` piece by piece; a character is held back until its last byte is there.
+    """Yields the text of `tokens`, a piece a token; a character is held back until its last byte is there.
 
     The prompt's ids are what the tokens follow: some tokenizers write a space only between words.
     """
@@ -72,30 +73,50 @@ def stream_text(tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iter
 
     stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
     for token in tokens:
-        if piece := stream.step(tokenizer, token):
-            yield piece
+        yield stream.step(tokenizer, token) or ""
 
 
-def until_stop(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-    """Yields `pieces` up to the first occurrence of any stop string, which is not yielded.
+def until_stop(
+    pieces: Iterable[str], stops: Sequence[str], stopped: Callable[[int], None] = lambda count: None
+) -> Iterator[str]:
+    """Yields the text of `pieces` up to the first occurrence of any stop string, which is not yielded.
 
-    Text that may turn out to be the start of a stop string is held back until it is decided.
+    Text that may turn out to be the start of a stop string is held back until it is decided. `stopped` is called at
+    a stop string, before the text up to it is yielded: with the number of last pieces of which any part, or nothing
+    at all, is text from there on.
     """
     stops = [s for s in stops if s]
-    held = ""
-    for piece in pieces:
-        held += piece
-        found = [i for s in stops if (i := held.find(s)) >= 0]
-        if found:
-            if min(found):
-                yield held[: min(found)]
-            return
-        safe = len(held) - max((_overlap(held, s) for s in stops), default=0)
-        if safe:
-            yield held[:safe]
-            held = held[safe:]
+    held, given = "", 0  # what is not yielded yet, and the characters that are
+    ends: list[int] = []  # of each piece, in characters of the whole text
+    try:
+        for piece in pieces:
+            held += piece
+            ends.append(given + len(held))
+            found = [i for s in stops if (i := held.find(s)) >= 0]
+            if found:
+                stopped(len(ends) - _pieces_before(given + min(found), ends))
+                if min(found):
+                    yield held[: min(found)]
+                return
+            safe = len(held) - max((_overlap(held, s) for s in stops), default=0)
+            if safe:
+                yield held[:safe]
+                held, given = held[safe:], given + safe
+    except EdgeQKVError:  # the context is full: what was held back is text all the same
+        if held:
+            yield held
+        raise
     if held:
         yield held
+
+
+def _pieces_before(position: int, ends: Sequence[int]) -> int:
+    """How many pieces make up the text that ends with a whole piece at `position`, or else as soon before as any.
+
+    Pieces without text after those are not counted: they may be the first bytes of a character.
+    """
+    whole = bisect.bisect_right(ends, position)
+    return bisect.bisect_left(ends, ends[whole - 1]) + 1 if whole and ends[whole - 1] else 0
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import pickle
 import re
 import shutil
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from other_threads import check_every_method, check_soundness
 
 from conftest import TINY, changed
 from eager import TOLERANCE, expect, walk_session
@@ -181,6 +183,23 @@ def test_fill_keeps_the_rows_that_are_there(session, ids):
     np.testing.assert_array_equal(session.score(ids[10:20]), rest)
 
 
+def test_a_second_thread_is_refused_and_the_session_stays_sound(session, ids, tmp_path):
+    check_every_method(session, tmp_path / "saved", ids[:40])
+    check_soundness(session, tmp_path / "saved", ids, rounds=5)
+
+
+def test_the_token_after_a_full_context_and_tokens_that_are_taken_back(model, ids):
+    with Session(model, CAPACITY) as session, Session(model, CAPACITY) as fresh:
+        given = list(session.generate_tokens(ids, 1, Sampling(temperature=0)))
+        assert session.tokens == ids + given and len(given) == 1
+        with pytest.raises(ContextFull):
+            session.logits()
+        session.take_back(10)
+        fresh.evaluate(session.tokens)
+        assert session.tokens == ids[:-9] and session.generated == []
+        np.testing.assert_allclose(session.logits(), fresh.logits(), atol=TOLERANCE)
+
+
 def test_sampling_is_the_native_engines(model, random_package, ids):
     native = random_package("onnx", PLAIN, "fp32")[1]
     options = Sampling(temperature=1.3, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.2, repetition_window=0)
@@ -283,6 +302,13 @@ def test_a_snapshot_of_another_model_is_refused(random_package, refused, ids, tm
 def test_a_snapshot_that_is_too_long_is_refused(model, parts, tmp_path):
     with Session(model, 19) as small, pytest.raises(ContextFull, match="saved: its 20 tokens"):
         small.restore(tmp_path / "saved")
+
+
+def test_a_snapshot_that_no_memory_holds_is_refused_unread(session, tmp_path):
+    (tmp_path / "saved").touch()
+    os.truncate(tmp_path / "saved", 1 << 40)
+    with pytest.raises(ContextFull, match="saved: is larger than any snapshot"):
+        session.restore(tmp_path / "saved")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import sys
 from collections.abc import Iterator
@@ -103,6 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.seed = secrets.randbits(32)  # drawn here, so that a good result can be told how to repeat
     sampling = Sampling(**{f.name: getattr(arguments, f.name) for f in fields(Sampling)})
     prompt = _prompt(arguments)
+    arguments.stop = [_as_utf8(text, "--stop") for text in arguments.stop]
     with Session(
         arguments.package,
         context=context,
@@ -132,13 +134,13 @@ def run(arguments: argparse.Namespace) -> None:
             full = error  # what was written up to here is the user's
         except (KeyboardInterrupt, Cancelled):
             if arguments.save and session.tokens:
-                session.save(arguments.save)
+                _save(session, arguments.save)
             raise
         finally:
             if written and not arguments.json:
                 print(flush=True)
         if arguments.save:
-            session.save(arguments.save)
+            _save(session, arguments.save)
         stopped = "max_tokens" if len(session.generated) >= arguments.max_tokens else "stop"
         figures = {"seed": arguments.seed, "finish": "context" if full else stopped} | _figures(session)
         if arguments.json:
@@ -161,11 +163,18 @@ def _pieces(session, prompt: str | list[int], arguments: argparse.Namespace, sam
         pieces = session.generate(prompt, arguments.max_tokens, sampling, arguments.stop, progress)
     else:
         ids = session.generate_tokens(prompt, arguments.max_tokens, sampling, progress)
-        pieces = until_stop((f"{i} " for i in ids), arguments.stop)
+        pieces = until_stop((f"{i} " for i in ids), arguments.stop, session.take_back)
     first = next(pieces, "")
     yield prompt if isinstance(prompt, str) else ""
     yield first
     yield from pieces
+
+
+def _save(session, path: Path) -> None:
+    if len(session.tokens) > session.context:
+        session.rewind(session.context)
+        print("[the last token has no room in the context: the saved conversation ends before it]", file=sys.stderr)
+    session.save(path)
 
 
 def _write_stats(path: Path, figures: dict) -> None:
@@ -173,6 +182,11 @@ def _write_stats(path: Path, figures: dict) -> None:
         path.write_bytes(files.to_json(figures))
     else:
         files.write_json(path.resolve(), figures)
+
+
+def _as_utf8(text: str, option: str) -> str:
+    """An option's text by its bytes, whatever encoding the locale says they have."""
+    return files.decode(os.fsencode(text), option)
 
 
 def _prompt(arguments: argparse.Namespace) -> str | list[int]:
@@ -183,7 +197,7 @@ def _prompt(arguments: argparse.Namespace) -> str | list[int]:
             raise InputError(f"--tokens: {bad[:40]!r} is no token id; give whole numbers separated by commas")
         return [int(w) for w in words]
     if arguments.prompt is not None:
-        return arguments.prompt
+        return _as_utf8(arguments.prompt, "--prompt")
     if arguments.prompt_file not in (None, Path("-")):
         return files.read_text(arguments.prompt_file, "--prompt-file")
     if arguments.prompt_file is None and sys.stdin.isatty():

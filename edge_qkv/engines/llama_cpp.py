@@ -72,10 +72,10 @@ class LlamaCache:
         params.abort_callback_data = ctypes.addressof(cancelled)
         self._model, self._context = model.take(), None
         try:
-            self._context, said = _logged(lambda: llama.llama_init_from_model(model.pointer, params), llama.llama_free)
+            self._context, log = _logged(lambda: llama.llama_init_from_model(model.pointer, params), llama.llama_free)
             if not self._context:
                 raise EdgeQKVError(
-                    f"{model.path}: llama.cpp cannot open a session of {context} tokens ({said}); "
+                    f"{model.path}: llama.cpp cannot open a session of {context} tokens ({log}); "
                     "give a smaller context, or close other sessions"
                 )
         except BaseException:
@@ -151,11 +151,11 @@ class _Model:
         self.path = path = package.path / named("gguf").model_file
         params = llama.llama_model_default_params()
         params.n_gpu_layers, params.use_extra_bufts = 0, False
-        self.pointer, said = _logged(
+        self.pointer, log = _logged(
             lambda: llama.llama_model_load_from_file(os.fsencode(path), params), llama.llama_model_free
         )
         if not self.pointer:
-            raise InputError(f"{path}: llama.cpp cannot open it ({said}); export the package again")
+            raise InputError(f"{path}: llama.cpp cannot open it ({log}); export the package again")
         self._users, self._lock = 1, threading.Lock()
         self.vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.pointer))
         config = package.config
