@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import needs, tiny, write_checkpoint
+from conftest import changed, needs, write_checkpoint
 from eager import TOLERANCE, expect, walk_session
 from edge_qkv import InputError, Session, attention
 from edge_qkv.checkpoints import Checkpoint, read_checkpoint
@@ -26,9 +26,10 @@ from edge_qkv.package import Package
 from edge_qkv.targets import stored_as
 from mixed_models import MIXED
 
-SMALL = tiny(layers=1)
+SMALL = changed(TINY, layers=1)
 # Nothing in it is whole groups of 32: neither the width, nor that of the heads, nor that of the MLP.
-ODD = tiny(
+ODD = changed(
+    TINY,
     layers=1,
     width=40,
     head_dim=12,
@@ -40,7 +41,7 @@ ODD = tiny(
     norm_bias=True,
     biases=biases(attention=True, mlp=True),
 )
-WIDE = tiny(layers=1, width=64)  # its embedding has 4 bits, and groups of 64 are longer than some rows
+WIDE = changed(TINY, layers=1, width=64)  # its embedding has 4 bits, and groups of 64 are longer than some rows
 
 
 def _of_kinds(config: ModelConfig, *pattern: str, **changes: object) -> ModelConfig:
@@ -330,7 +331,7 @@ def test_wrong_options_are_named_before_any_work(checkpoint, tmp_path, monkeypat
 
 
 def test_a_call_takes_no_more_tokens_than_buffers_can_be_planned_for(tmp_path):
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", tiny(layers=1, max_positions=8192))
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", changed(TINY, layers=1, max_positions=8192))
     with pytest.raises(InputError, match=r"--prefill-chunk 4097 .* from 2 to 4,096 tokens"):
         _export(checkpoint, tmp_path / "package", prefill_chunk=4097)
 
