@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import changed, needs, write_checkpoint
+from conftest import TINY, changed, needs, write_checkpoint
 from eager import TOLERANCE, expect, walk_session
 from edge_qkv import InputError, Session, attention
 from edge_qkv.checkpoints import Checkpoint, read_checkpoint
