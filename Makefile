@@ -6,8 +6,7 @@ TORCH ?= torch==2.13.0
 EXECUTORCH ?= executorch==1.5.1 torchao==0.18.0
 # Built from its sources, and not for `make test`: it takes many minutes.
 LLAMA ?= llama-cpp-python==0.3.36
-# Compilers ask the processor for AMX, which some virtual machines announce and do not have: there it is not compiled in.
-LLAMA_FLAGS ?= $(shell grep -qs '^flags' /proc/cpuinfo && ! grep -qs amx_int8 /proc/cpuinfo && echo -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
+LLAMA_FLAGS ?= $(shell sh bench/peers/llama_flags.sh)
 PEERS ?= 1.2B/Q-MQA
 THREADS ?= 1 $(shell nproc 2>/dev/null || echo 2)
 # Processes that run the tests, each on a core and in up to 3 GB of memory.
@@ -16,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find runtime -name '*.cpp' -o -name '*.h' -o -name '*.cmake' -o -name '*.txt' 2>/dev/null)
 
-.PHONY: demo bench test test-arm64 test-llama lint format clean
+.PHONY: demo bench test test-all test-arm64 test-llama lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -30,9 +29,14 @@ bench: $(VENV)/llama
 	$(BIN)/edge-qkv bench attention --threads $(THREADS) --output build/bench/attention
 	$(BIN)/edge-qkv bench peers $(PEERS) --output build/bench/peers
 
-# A file's tests run in one process, in their order: they share what they made.
+# What is run between edits. A file's tests run in one process, in their order: they share what they made.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/installed
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m 'not slow'
+
+# All tests, those of large models and of every lowering too.
+test-all: $(VENV)/installed
+	$(PYTEST)
 
 # On emulated 64-bit ARM processors. EDGE_QKV_ARM64=required: what cannot be downloaded is an error and not skipped.
 test-arm64: $(VENV)/installed

@@ -16,7 +16,7 @@ COMMANDS = {
     "engines": "edge_qkv.bench.package.engines",
     "peers": "edge_qkv.bench.peers.command",
     "quality": "edge_qkv.bench.quality.command",
-    "restore": "edge_qkv.bench.package.restore",
+    "restore": "edge_qkv.bench.package.snapshots",
     "variants": "edge_qkv.bench.package.variants",
 }
 
@@ -24,8 +24,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `edge-qkv bench ARGV`; returns 0, 2 after an error a user can act on, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] and (name := argv[0].removeprefix("--")) in COMMANDS:  # `--peers` is `peers`
-        return importlib.import_module(COMMANDS[name]).main(argv[1:])
+    if argv and argv[0] in COMMANDS:
+        return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
     from edge_qkv.bench.package import command
 
     return command.main(argv)

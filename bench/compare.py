@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _compare(arguments: argparse.Namespace) -> None:
     if len(arguments.results) < 2:
         raise InputError(f"{arguments.results[0]}: is the only result; give at least two to compare")
-    results = [read(path, "package") for path in arguments.results]
+    results = [read(path) for path in arguments.results]
     names = _names(arguments.results, results)
     prepare_output(arguments.output)
     if arguments.json:
@@ -131,11 +131,11 @@ def _same(first: dict[str, Any], other: dict[str, Any]) -> str:
     """Of the tokens that both decoded at the same depths, how many are equal."""
     if "decode" not in first or "decode" not in other:
         return ""
-    said = {row["depth"]: row["tokens"] for row in first["decode"]["depths"]}
+    tokens = {row["depth"]: row["tokens"] for row in first["decode"]["depths"]}
     pairs = [
         pair
         for row in other["decode"]["depths"]
-        for pair in zip(said.get(row["depth"], ()), row["tokens"], strict=False)
+        for pair in zip(tokens.get(row["depth"], ()), row["tokens"], strict=False)
     ]
     return f"{sum(a == b for a, b in pairs)} of {len(pairs)}" if pairs else ""
 

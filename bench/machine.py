@@ -6,12 +6,13 @@ import os
 import platform
 import subprocess
 from collections import Counter
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import edge_qkv
 from edge_qkv import _native
+from edge_qkv.processors import processors
 
 # Part numbers of Arm's own cores, as the kernel reports them where a processor has no name.
 _ARM = "0x41"
@@ -46,10 +47,10 @@ def describe() -> dict[str, Any]:
     except (AttributeError, OSError):
         busy = None
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "board": _read("/proc/device-tree/model").rstrip("\0\n") or None,
         "processor": processor(_read("/proc/cpuinfo")) or _other_processor(),
-        "cores": cores(),
+        "cores": processors(),
         "instruction_set": _native.library().eqkv_isa().decode(),
         "memory": _memory(),
         "system": _system(),
@@ -57,11 +58,6 @@ def describe() -> dict[str, Any]:
         "edge_qkv": edge_qkv.__version__,
         "load_average": busy,  # processes that wanted a core in the minute before
     }
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor(cpuinfo: str) -> str:

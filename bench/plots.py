@@ -58,7 +58,8 @@ def save(output: Path, drawn: dict[str, tuple[str, Draw]]) -> list[str]:
 
 def of_packages(results: Sequence[dict[str, Any]], names: Sequence[str] = ()) -> dict[str, tuple[str, Draw]]:
     """Decode speed and memory against depth of results that have them; several are named."""
-    decoded = [(name, r) for name, r in zip(names or [""] * len(results), results, strict=True) if "decode" in r]
+    decoded = [(name, r) for name, r in zip(names or [""] * len(results), results, strict=True)]
+    decoded = [(name, r) for name, r in decoded if r.get("decode", {}).get("depths")]
     if not decoded:
         return {}
     times = [(name, _times(result["decode"]["depths"])) for name, result in decoded]

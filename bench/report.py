@@ -11,7 +11,7 @@ from edge_qkv import files
 from edge_qkv.bench import machine
 from edge_qkv.bench.common import say
 from edge_qkv.bench.figures import rate, written
-from edge_qkv.bench.package import restore
+from edge_qkv.bench.package import snapshots
 from edge_qkv.tables import size, table
 
 FILE = "bench.md"
@@ -154,7 +154,7 @@ def _threads(rows: list[dict[str, Any]]) -> Part:
 
 
 def _restore(found: dict[str, Any]) -> Part:
-    return Part("Restore", (f"{found['tokens']:,} tokens", "time", ""), restore.rows(found))
+    return Part("Restore", (f"{found['tokens']:,} tokens", "time", ""), snapshots.rows(found))
 
 
 _PARTS: dict[str, Callable[[Any], Part]] = {

@@ -1,4 +1,4 @@
-"""Results of `edge-qkv bench` as files: written whole, and read back only when they are what they say.
+"""Results of `edge-qkv bench` as files: written whole; those of packages, which are compared, are also read.
 
 `schema.md` describes them; `SCHEMA` grows when a field changes its meaning or goes, not when one is added.
 """
@@ -12,11 +12,46 @@ from typing import Any
 
 from edge_qkv import files
 from edge_qkv.bench.common import say
-from edge_qkv.bench.shapes import ALWAYS, SHAPES
 from edge_qkv.errors import InputError
 
 SCHEMA = 1
 FILE = "bench.json"
+
+_NUMBER, _COUNT, _TEXT = (int, float), int, str
+_FIGURE = {"median": _NUMBER, "least": _NUMBER, "most": _NUMBER, "repeats": _COUNT}
+_LOAD = {"open_ms": _FIGURE, "first_token_ms": _FIGURE}
+_MEMORY = {"resident": _COUNT, "anonymous": _COUNT, "cache_used": _COUNT}
+# What is read of a result of a package: objects have these fields, lists these rows; (None, ...): or null. A section
+# that is not there was not measured.
+_ALWAYS: dict[str, Any] = {
+    "complete": bool,
+    "machine": {
+        "date": _TEXT,
+        "board": (None, _TEXT),
+        "processor": _TEXT,
+        "cores": _COUNT,
+        "instruction_set": _TEXT,
+        "system": _TEXT,
+    },
+    "options": {"threads": _COUNT},
+    "package": {
+        "name": _TEXT,
+        "engine": _TEXT,
+        "version": (None, _TEXT),
+        "weights": _TEXT,
+        "cache": _TEXT,
+        "variant": _TEXT,
+        "file_bytes": _COUNT,
+        "packed": bool,
+    },
+}
+_SECTIONS: dict[str, Any] = {
+    "load": {"cold": _LOAD, "warm": _LOAD},
+    "decode": {"depths": [{"depth": _COUNT, "tokens": [_COUNT], "ms_per_token": _FIGURE, "memory": _MEMORY}]},
+    "prefill": [{"depth": _COUNT, "tokens_per_second": _FIGURE}],
+    "first_token": [{"tokens": _COUNT, "milliseconds": (None, _FIGURE)}],
+    "restore": {"restore_ms": _FIGURE},
+}
 
 
 class Result:
@@ -56,8 +91,8 @@ class Result:
             raise
 
 
-def read(path: Path, kind: str) -> dict[str, Any]:
-    """A result of `kind` from a file, or from the `bench.json` of a directory; raises `InputError`."""
+def read(path: Path) -> dict[str, Any]:
+    """The result of a package from a file, or from the `bench.json` of a directory; raises `InputError`."""
     path = path / FILE if path.is_dir() else path
     try:
         content = json.loads(files.read_text(path, "result"), parse_constant=_refuse)
@@ -69,9 +104,9 @@ def read(path: Path, kind: str) -> dict[str, Any]:
         raise InputError(
             f"{path}: has schema {content['schema']}, this edge-qkv reads {SCHEMA}; measure again with this version"
         )
-    if content.get("kind") != kind:
-        raise InputError(f"{path}: is a result of another kind ({str(content.get('kind'))[:20]!r}, not {kind!r})")
-    if wrong := _wrong(content, SHAPES[kind]):
+    if content.get("kind") != "package":
+        raise InputError(f"{path}: is a result of another kind ({str(content.get('kind'))[:20]!r}, not 'package')")
+    if wrong := _wrong(content):
         raise InputError(f"{path}: is damaged ({wrong}); copy it again or measure again")
     return content
 
@@ -80,17 +115,17 @@ def _refuse(constant: str) -> None:
     raise ValueError(constant)  # NaN and Infinity are not JSON, and no figures
 
 
-def _wrong(content: dict[str, Any], shape: dict[str, Any]) -> str:
+def _wrong(content: dict[str, Any]) -> str:
     """What of a result is not of its shape; "" where all is."""
-    for name, part in shape.items():
-        if name in content and (wrong := _mismatch(content[name], part, name)):
-            return wrong
-        if name not in content and name in ALWAYS:
-            return f"it has no {name}"
-    return ""
+    if missing := [name for name in _ALWAYS if name not in content]:
+        return f"it has no {missing[0]}"
+    shapes = (_ALWAYS | _SECTIONS).items()
+    return next(filter(None, (_mismatch(content[name], part, name) for name, part in shapes if name in content)), "")
 
 
 def _mismatch(value: Any, shape: Any, where: str) -> str:
+    if isinstance(shape, tuple) and shape[0] is None:
+        return "" if value is None else _mismatch(value, shape[1], where)
     if isinstance(shape, dict):
         if not isinstance(value, dict):
             return f"{where} is no object"
@@ -103,4 +138,5 @@ def _mismatch(value: Any, shape: Any, where: str) -> str:
             return f"{where} is no list"
         return next(filter(None, (_mismatch(row, shape[0], f"{where}[{i}]") for i, row in enumerate(value))), "")
     sound = isinstance(value, shape) and (shape is bool or not isinstance(value, bool))
+    sound = sound and (shape is _TEXT or abs(value) < 1 << 62)  # what floats and tables have room for
     return "" if sound else f"{where} is {json.dumps(value)[:30]}"

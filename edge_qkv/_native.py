@@ -13,7 +13,7 @@ from pathlib import Path
 import edge_qkv
 from edge_qkv.errors import Cancelled, ContextFull, EdgeQKVError, InputError, OverBudget
 
-_ABI_VERSION = 3
+_ABI_VERSION = 4
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 # eqkv_status -> the exception it becomes.
@@ -47,28 +47,6 @@ class MemoryInfo(_Struct):
     ]
 
 
-class PlanModel(_Struct):
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("layers", c_int64),
-        ("caches", c_int64),
-        ("kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("heads", c_int64),
-        ("width", c_int64),
-        ("mlp_width", c_int64),
-        ("mlp_matrices", c_int64),
-        ("vocab_size", c_int64),
-        ("max_positions", c_int64),
-        ("weight_bytes", c_uint64),
-        ("matrix_bytes", c_uint64),
-        ("table_bytes", c_uint64),
-        ("weight_bits", c_int32),
-        ("block_size", c_int32),
-        ("prefill_chunk", c_int64),
-    ]
-
-
 class PlanOptions(_Struct):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -79,6 +57,7 @@ class PlanOptions(_Struct):
         ("cache_type", c_char_p),
         ("packed", c_int32),
         ("engine", c_char_p),
+        ("margin", c_int64),
     ]
 
 
@@ -99,6 +78,8 @@ class PlanInfo(_Struct):
         ("margin", c_uint64),
         ("total", c_uint64),
         ("anonymous", c_uint64),
+        ("weight_bytes", c_uint64),
+        ("matrix_bytes", c_uint64),
     ]
 
 
@@ -122,13 +103,12 @@ class ModelInfo(_Struct):
         ("cache_type", c_char_p),
         ("vocab_size", c_int64),
         ("layers", c_int64),
-        ("kv_heads", c_int64),
-        ("head_dim", c_int64),
         ("max_positions", c_int64),
         ("cache_bytes_per_token", c_int64),
         ("packed", c_int32),
         ("context", c_int64),
         ("fingerprint", c_char * 65),
+        ("description", c_char_p),
     ]
 
 
@@ -141,6 +121,7 @@ class SessionOptions(_Struct):
         ("sinks", c_int64),
         ("window", c_int64),
         ("block", c_int64),
+        ("margin", c_int64),
     ]
 
 
@@ -169,11 +150,13 @@ class SessionInfo(_Struct):
     ]
 
 
+PROGRESS = ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int64)  # eqkv_progress
+
 # name -> argument types, for the functions that return an eqkv_status.
 _FUNCTIONS = {
     "eqkv_memory": [POINTER(MemoryInfo)],
-    "eqkv_plan": [POINTER(PlanModel), POINTER(PlanOptions), POINTER(PlanInfo)],
-    "eqkv_plan_package": [c_char_p, POINTER(PlanOptions), POINTER(PlanInfo), POINTER(PlanModel)],
+    "eqkv_plan": [c_char_p, POINTER(PlanOptions), POINTER(PlanInfo)],
+    "eqkv_plan_package": [c_char_p, POINTER(PlanOptions), POINTER(PlanInfo)],
     "eqkv_model_pack": [c_char_p, POINTER(ModelOptions)],
     "eqkv_model_is_packed": [c_char_p, POINTER(ModelOptions), POINTER(c_int32)],
     "eqkv_model_open": [c_char_p, POINTER(ModelOptions), POINTER(c_void_p)],
@@ -186,7 +169,7 @@ _FUNCTIONS = {
     "eqkv_session_set_sampler": [c_void_p, POINTER(SamplerOptions)],
     "eqkv_session_sample": [c_void_p, POINTER(c_int32)],
     "eqkv_sample": [POINTER(c_float), c_size_t, POINTER(c_int32), c_size_t, POINTER(SamplerOptions), POINTER(c_int32)],
-    "eqkv_session_rewind": [c_void_p, c_int64],
+    "eqkv_session_rewind": [c_void_p, c_int64, PROGRESS, c_void_p, POINTER(c_int64)],
     "eqkv_session_match": [c_void_p, POINTER(c_int32), c_size_t, POINTER(c_int64)],
     "eqkv_session_fork": [c_void_p, POINTER(c_void_p)],
     "eqkv_session_save": [c_void_p, c_char_p],

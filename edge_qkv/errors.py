@@ -2,7 +2,11 @@
 
 
 class EdgeQKVError(Exception):
-    """Base of every error this package raises on purpose; `str(error)` is one sentence for a person."""
+    """Base of every error this package raises on purpose; `str(error)` is one sentence for a person, fit for a
+    terminal whatever the files hold that it names."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class InputError(EdgeQKVError):
@@ -19,6 +23,14 @@ class OverBudget(InputError):
 
 class Cancelled(EdgeQKVError):
     """The session was cancelled from another thread."""
+
+
+def printable(text: str) -> str:
+    """Text that may be out of a file as a terminal can show it: what would move its cursor, change its colours or turn
+    its direction is escaped, as line ends are."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line(error: BaseException) -> str:

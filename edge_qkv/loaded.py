@@ -9,7 +9,7 @@ from edge_qkv import _native
 from edge_qkv.checks import chunk_size, thread_count, whole
 from edge_qkv.engines import EngineSession, ModelOptions, open_model
 from edge_qkv.errors import InputError
-from edge_qkv.package import Package
+from edge_qkv.package import Package, Progress
 from edge_qkv.packing import is_packed
 from edge_qkv.planning import plan
 from edge_qkv.sizes import parse_size
@@ -27,7 +27,8 @@ class Model:
     used are moved to files when one needs the room. context, prefill_chunk: the longest session to plan the budget
     for, in tokens (None: the longest that it holds), and the largest chunk (0: 128). packed: directory of weights that
     `pack` has prepared for this processor (None: the default one; False: do not use them). spill: directory for caches
-    that leave RAM (None: the system's for temporary files).
+    that leave RAM (None: the system's for temporary files). progress: called as the files are checked, see
+    `Package.verify`.
 
     Packages for coreml and gguf refuse memory, packed and spill, those for coreml threads as well. Raises `InputError`.
     """
@@ -43,19 +44,21 @@ class Model:
         prefill_chunk: int = DEFAULT_CHUNK,
         packed: str | Path | bool | None = None,
         spill: str | Path | None = None,
+        progress: Progress | None = None,
     ) -> None:
         threads, prefill_chunk = thread_count(threads), chunk_size(prefill_chunk)
         context = None if context is None else whole(context, "context", 1)
         for name, folder in (("packed", packed), ("spill", spill)):
             if not (folder is None or isinstance(folder, bool) or Path(folder).is_dir()):
                 raise InputError(f"{name} = {folder}: is not a directory")
+        spill = None if spill is None else Path(spill).absolute()  # it is used later than now
         self._budget = 0 if memory is None else parse_size(memory, "memory")
         self.package = Package.open(package, verify=False)
         if self._budget:  # refused before the files are read for their hashes
             facts = dict(memory=self._budget, context=context, prefill_chunk=prefill_chunk, threads=threads)
             plan(self.package, packed=is_packed(self.package, packed), **facts)
         if verify:
-            self.package.verify()
+            self.package.verify(progress)
         options = ModelOptions(threads, self._budget, context or 0, prefill_chunk, packed, spill)
         self._engine = open_model(self.package, options)
         self.config, self.info = self.package.config, self._engine.info

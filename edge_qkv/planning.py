@@ -1,7 +1,7 @@
 """How much memory a model and one session of it will take: computed before anything is loaded.
 
 The arithmetic is the native library's (`runtime/core/plan.cpp`); its inputs are a package's own description, or, for
-a model that is not exported yet, what an export would write (`edge_qkv/stored.py`).
+a model that is not exported yet, what an export would write (`edge_qkv/estimate.py`).
 """
 
 from __future__ import annotations
@@ -14,19 +14,13 @@ from pathlib import Path
 from edge_qkv import _native
 from edge_qkv.checks import chunk_size, thread_count, whole
 from edge_qkv.config import CACHE_BYTES, ModelConfig
-from edge_qkv.engines import HOSTED
 from edge_qkv.errors import InputError, OverBudget
+from edge_qkv.estimate import Estimate, estimate
 from edge_qkv.package import MANIFEST, Package
 from edge_qkv.packing import is_packed
 from edge_qkv.presets import PRESETS, preset
 from edge_qkv.sizes import parse_size
-from edge_qkv.stored import STORAGE, cache_bytes_per_token, plan_model
-
-# Of the engines whose memory is not ours: what of it no plan knows.
-UNKNOWN = {
-    "coreml": "what Core ML takes beyond weights and states depends on the device and is not known",
-    "gguf": "what llama.cpp takes beyond weights and cache depends on its version and the processor and is not known",
-}
+from edge_qkv.targets import cache_bytes_per_token, named
 
 
 @dataclass(frozen=True)
@@ -107,30 +101,28 @@ def plan(
     if wanted > limit:
         raise InputError(f"context = {wanted}: must be at most {limit}, the most this model allows")
     of_target = target if package is None else package.target
-    if of_target in HOSTED:
+    known = named(of_target)
+    asked = weights, block_size, target, options.prefill_chunk, cache or "fp16"
+    exported = None if package else estimate(config, *asked)
+    if known.hosted:
         if memory is not None:
-            raise InputError(f"--memory: {UNKNOWN[of_target]}, so a budget cannot be planned; leave it out")
-        facts = None if package else plan_model(config, weights, block_size, target, options.prefill_chunk)
-        return _of_weights_and_cache(config, package, facts, options, of_target)
-    info, facts = _native.PlanInfo(), _native.PlanModel()
-    if package is None:
-        facts = plan_model(model, weights, block_size, target, options.prefill_chunk)
-        options.engine = STORAGE[target].engine.encode()
-        _native.call("eqkv_plan", ctypes.byref(facts), ctypes.byref(options), ctypes.byref(info))
+            raise InputError(f"--memory: {known.unknown_memory}, so a budget cannot be planned; leave it out")
+        return _of_weights_and_cache(config, package, exported, options, of_target)
+    info = _native.PlanInfo()
+    if exported:
+        options.engine = known.engine.encode()
+        _native.call("eqkv_plan", exported.description.encode(), ctypes.byref(options), ctypes.byref(info))
     else:
-        path = os.fsencode(package.path)
-        outs = ctypes.byref(info), ctypes.byref(facts)
-        _native.call("eqkv_plan_package", path, ctypes.byref(options), *outs)
+        _native.call("eqkv_plan_package", os.fsencode(package.path), ctypes.byref(options), ctypes.byref(info))
     values = {name: getattr(info, name) for name, _ in info._fields_ if name != "struct_size"}
     values["cache_type"] = info.cache_type.decode()
-    sizes = dict(weight_bytes=facts.weight_bytes, matrix_bytes=facts.matrix_bytes)
-    return Plan(**values, **sizes, packed=bool(options.packed), memory=allowed)
+    return Plan(**values, packed=bool(options.packed), memory=allowed)
 
 
 def _of_weights_and_cache(
     config: ModelConfig,
     package: Package | None,
-    facts: _native.PlanModel | None,
+    exported: Estimate | None,
     options: _native.PlanOptions,
     target: str,
 ) -> Plan:
@@ -141,9 +133,9 @@ def _of_weights_and_cache(
         package.cache_bytes_per_token if package and cache == own else cache_bytes_per_token(config, cache, target)
     )
     context = options.context or config.max_positions
-    fixed = package.manifest.get("prefill_chunk") if package else facts.prefill_chunk  # else none is planned
-    weights = package.weight_bytes if package else facts.weight_bytes
-    known = STORAGE[target]
+    fixed = package.manifest.get("prefill_chunk") if package else exported.prefill_chunk  # else none is planned
+    weights = package.weight_bytes if package else exported.weight_bytes
+    known = named(target)
     rows = config.max_positions if known.whole_cache else context
     cache_bytes = -(-rows // known.context_multiple) * known.context_multiple * a_token
     return Plan(
@@ -162,9 +154,9 @@ def _of_weights_and_cache(
         total=weights + cache_bytes,
         anonymous=cache_bytes,
         weight_bytes=weights,
-        matrix_bytes=facts.matrix_bytes if facts else 0,
+        matrix_bytes=exported.matrix_bytes if exported else 0,
         packed=False,
-        unknown=UNKNOWN[target],
+        unknown=known.unknown_memory,
     )
 
 

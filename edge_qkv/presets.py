@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
@@ -24,14 +23,13 @@ VARIANTS = {
 _PAPER = dict(
     vocab_size=50304,
     max_positions=32768,
-    attention_bias=False,
-    mlp_bias=False,
     norm_bias=True,
+    positions="learned",
 )
 # arXiv 2606.04032, at a context of 32,768 tokens (its deployment tables).
 PRESETS = {
-    "300M": ModelConfig(layers=20, width=1024, heads=16, kv_heads=16, head_dim=64, mlp_width=4096, **_PAPER),
-    "1.2B": ModelConfig(layers=22, width=2048, heads=32, kv_heads=32, head_dim=64, mlp_width=8192, **_PAPER),
+    "300M": ModelConfig.uniform(layers=20, width=1024, heads=16, kv_heads=16, head_dim=64, mlp_width=4096, **_PAPER),
+    "1.2B": ModelConfig.uniform(layers=22, width=2048, heads=32, kv_heads=32, head_dim=64, mlp_width=8192, **_PAPER),
 }
 
 
@@ -44,8 +42,8 @@ def apply_variant(config: ModelConfig, variant: str) -> ModelConfig:
         known = ", ".join(f"{n}-N" if heads == "some" else n for n, (_, heads) in VARIANTS.items())
         raise InputError(f"variant {variant!r} is not known; choose one of {known} (N: kv heads)")
     sharing, heads = VARIANTS[name]
-    kv_heads = groups if groups is not None else config.heads if heads == "all" else heads
-    return replace(config, sharing=sharing, kv_heads=kv_heads)
+    kv_heads = groups if groups is not None else config.only.heads if heads == "all" else heads
+    return config.with_layers(sharing=sharing, kv_heads=kv_heads)
 
 
 def preset(name: str) -> ModelConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
@@ -19,7 +19,7 @@ def _number(default: int | float, meaning: str):
 class Recipe:
     """The numbers of a run; each is an option of `edge-qkv train`."""
 
-    steps: int = _number(2600, "optimizer steps")
+    steps: int = _number(2600, "optimizer steps; with more of them a finished run goes on")
     batch: int = _number(8, "sequences a step")
     context: int = _number(512, "tokens a sequence")
     learning_rate: float = _number(1.5e-3, "peak; a cosine takes it down to a tenth")
@@ -57,7 +57,7 @@ def small_config(
     sizes = {"layers": 8, "width": 256, "heads": 8, "mlp_width": 688} | sizes
     if sizes["heads"] < 1 or sizes["width"] % sizes["heads"]:
         raise InputError(f"--width {sizes['width']} must be a multiple of --heads {sizes['heads']}")
-    base = ModelConfig(
+    base = ModelConfig.uniform(
         vocab_size=vocab_size,
         max_positions=context if positions == "learned" else max(context, 32768),
         head_dim=sizes["width"] // sizes["heads"],
@@ -69,4 +69,4 @@ def small_config(
         attention_scale=attention_scale,
         **sizes,
     )
-    return replace(apply_variant(base, variant), query=query)
+    return apply_variant(base, variant).with_layers(query=query)

@@ -1,14 +1,17 @@
 """Sessions: a thin layer over an engine's that adds text.
 
 A `Model` is loaded once; each `Session` on it is one conversation with its own cache. A session is used by
-one thread at a time, `cancel` excepted; sessions of one model may run in parallel.
+one thread at a time, `cancel` and `close` excepted: another one gets an `InputError`, and the session stays sound.
+Between the tokens of a generation it is free. Sessions of one model may run in parallel.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -18,16 +21,36 @@ import numpy as np
 
 from edge_qkv import _native
 from edge_qkv.checks import chunk_size, whole
-from edge_qkv.engines import HOSTED
 from edge_qkv.errors import ContextFull, EdgeQKVError, InputError
 from edge_qkv.loaded import DEFAULT_CHUNK, Model
-from edge_qkv.package import encode
+from edge_qkv.package import Progress
 from edge_qkv.sampling import Sampling
-from edge_qkv.tokenizer import stream_text, until_stop
+from edge_qkv.targets import named
+from edge_qkv.tokenizer import encode, stream_text, until_stop
 
 DEFAULT_CONTEXT = 4096
 DEFAULT_SINKS = 4
 OVERFLOW = {"error": 0, "window": 1, "shift": 2}
+
+
+def _by_one_thread(method):
+    """A method of a session, or of a part of one: another thread that is in one already makes it an `InputError`."""
+
+    @functools.wraps(method)
+    def guarded(self, *arguments, **options):
+        me = threading.get_ident()
+        before = self._user.get("thread")
+        try:
+            if self._user.setdefault("thread", me) != me:  # atomic
+                raise InputError(
+                    "the session is in a call of another thread; open a session for each thread, or wait for that call"
+                )
+            return method(self, *arguments, **options)
+        finally:
+            if before != me and self._user.get("thread") == me:
+                del self._user["thread"]
+
+    return guarded
 
 
 class Session:
@@ -35,13 +58,15 @@ class Session:
 
     package: a package directory or a loaded `Model`. context: capacity in tokens (the native engines commit memory as
     rows are written, others at once); "max": all that the budget or the model allows; None: that with a budget, else
-    4096. prefill_chunk: tokens evaluated at once; 0: 128. memory, packed, spill: of the model that is loaded here, see
-    `Model`.
+    4096. prefill_chunk: tokens evaluated at once; 0: 128. memory, packed, spill, progress: of the model that is loaded
+    here, see `Model`.
 
     overflow says what happens when tokens do not fit: 'error' raises `ContextFull`; 'window' drops all but the first
     `sinks` (None: 4) and the last `window` tokens (None: half of the context, sinks included); 'shift' drops the
     oldest `block` tokens (None: a quarter of the context). Tokens after the dropped ones move up to their places;
-    models with learned positions are refused, for their cached rows cannot move. Raises `InputError`.
+    models with learned positions are refused, for their cached rows cannot move.
+
+    margin: rows that layers with a window keep behind it, for rewinds; 0: as many as the window. Raises `InputError`.
     """
 
     def __init__(
@@ -55,10 +80,12 @@ class Session:
         memory: int | str | None = None,
         packed: str | Path | bool | None = None,
         spill: str | Path | None = None,
+        progress: Progress | None = None,
         overflow: str = "error",
         sinks: int | None = None,
         window: int | None = None,
         block: int | None = None,
+        margin: int = 0,
     ) -> None:
         if overflow not in OVERFLOW:
             raise InputError(f"overflow = {overflow!r}: must be one of {', '.join(OVERFLOW)}")
@@ -71,7 +98,7 @@ class Session:
         if not isinstance(package, Model):
             planned = None if longest or memory is None else context  # only a budget asks
             loading = dict(memory=memory, context=planned, prefill_chunk=prefill_chunk, packed=packed, spill=spill)
-            package = Model(package, threads, verify, **loading)
+            package = Model(package, threads, verify, progress=progress, **loading)
         elif any(option is not None for option in (memory, packed, spill)):
             raise InputError("memory, packed and spill belong to the model; give them when the model is opened")
         self.model = package
@@ -82,8 +109,10 @@ class Session:
         self.context, self.prefill_chunk = context, prefill_chunk
         # What belongs to another overflow option is refused there.
         options = dict(context=context, prefill_chunk=prefill_chunk, overflow=OVERFLOW[overflow]) | dropping
+        options["margin"] = whole(margin, "margin")
         options = _native.SessionOptions(**options)
         self._overflow = overflow
+        self._user: dict[str, int] = {}  # the thread that is in a method, by `_by_one_thread`
         self._engine = self.model.open_session(options)
         self._evaluated: list[int] = []  # the tokens in the cache
         self._pending: list[int] = []  # those that follow and are not evaluated yet
@@ -95,6 +124,7 @@ class Session:
         self.timing = Timing()
 
     @property
+    @_by_one_thread
     def tokens(self) -> list[int]:
         """The conversation, without what the overflow option has dropped."""
         self._sync()
@@ -102,6 +132,7 @@ class Session:
 
     # ---- tokens ----
 
+    @_by_one_thread
     def evaluate(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None) -> None:
         """Appends tokens to the conversation and computes what follows them.
 
@@ -111,6 +142,7 @@ class Session:
         self._append(tokens)
         self._evaluate_rest(progress)
 
+    @_by_one_thread
     def score(self, tokens: Sequence[int]) -> np.ndarray:
         """Like `evaluate`, and returns the logits after each of the tokens: [len(tokens), vocab_size].
 
@@ -122,34 +154,58 @@ class Session:
         self._evaluate_rest(logits=logits)
         return logits
 
+    @_by_one_thread
     def logits(self) -> np.ndarray:
         """The logits after the last token, [vocab_size]."""
         self._evaluate_rest()
         return self._engine.logits()
 
+    @_by_one_thread
     def set_sampling(self, sampling: Sampling) -> None:
         """Chooses how `sample` works from now on."""
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         values = {f.name: getattr(sampling, f.name) for f in fields(sampling)} | {"seed": seed}
         self._engine.set_sampler(_native.SamplerOptions(**values))
 
+    @_by_one_thread
     def sample(self) -> int:
         """Chooses the next token; it is not appended."""
         self._evaluate_rest()
         return self._engine.sample()
 
-    def rewind(self, length: int) -> None:
-        """Forgets all but the first `length` tokens."""
+    @_by_one_thread
+    def rewind(self, length: int, progress: Callable[[int, int], None] | None = None) -> int:
+        """Forgets all but the first `length` tokens, and returns how many of those had to be evaluated again.
+
+        That is 0 unless layers with a window have given back rows that the next token sees: then all are, and
+        progress(done, total) is called after each chunk.
+        """
         self._sync()
         in_cache, total = len(self._evaluated), len(self._evaluated) + len(self._pending)
         length = whole(length, "length to rewind to", 0, total, ", the tokens of the session")
         if length >= in_cache:
             del self._pending[length - in_cache :]
-            return
+            return 0
+        kept = self._evaluated[:length]
         self._change([])
-        self._engine.rewind(length)
-        self._changed(self._evaluated[:length], [])
+        again = self._engine.rewind(length, progress)
+        self._changed(kept, [])
+        return again
 
+    @_by_one_thread
+    def take_back(self, count: int) -> None:
+        """Forgets the last `count` tokens, or all where there are fewer, and the generation that yielded them goes on
+        before them: unlike after `rewind`, what follows the token before them is known."""
+        count, tokens = whole(count, "tokens to take back"), self.tokens
+        length = max(0, len(tokens) - count)
+        if 0 < length < len(self._evaluated):  # the logits after it are gone: evaluated once more
+            self.rewind(length - 1)
+            self._pending = [tokens[length - 1]]
+        else:
+            self.rewind(length)
+        del self.generated[max(0, len(self.generated) - count) :]
+
+    @_by_one_thread
     def reuse(self, tokens: Sequence[int]) -> int:
         """Keeps the first tokens that the session has in common with `tokens`, forgets the rest, and returns their
         number: evaluate `tokens[that:]` to have the session hold exactly `tokens`."""
@@ -159,6 +215,7 @@ class Session:
         self._changed(self._evaluated[:kept], [])
         return kept
 
+    @_by_one_thread
     def fill(self, length: int, seed: int = 0) -> None:
         """Fills the cache to `length` rows of noise, to measure a deep context without its prefill."""
         length, seed = whole(length, "length"), whole(seed, "seed", 0, 2**64 - 1)
@@ -188,8 +245,26 @@ class Session:
         """Appends the prompt and yields the tokens that follow, until one that ends a text or `max_tokens`.
 
         reuse: the prompt is the whole conversation; what the session already holds of it is not evaluated again.
+
+        After a full context there is still one token to yield, which then needs no row; `ContextFull` is raised by
+        what has to evaluate it, the next token or `save`, until `rewind` forgets it.
         """
         max_tokens = whole(max_tokens, "max_tokens", 1)
+        self._begin(prompt, sampling, progress, reuse)
+        for _ in range(max_tokens):
+            if (token := self._next_token()) is None:
+                return
+            yield token
+
+    @_by_one_thread
+    def _begin(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling | None,
+        progress: Callable[[int, int], None] | None,
+        reuse: bool,
+    ) -> None:
+        """Evaluates the prompt of a generation."""
         if not len(prompt) and (reuse or not self.tokens):
             raise InputError("the prompt has no tokens; give at least one")
         self.set_sampling(sampling or Sampling())
@@ -199,18 +274,21 @@ class Session:
         began = time.perf_counter()
         self.evaluate(prompt[kept:], progress)
         self.timing.prefill_seconds = time.perf_counter() - began
-        for _ in range(max_tokens):
-            began = time.perf_counter()
-            # One token ahead of the cache: what was yielded is evaluated only when more is asked for.
-            self._evaluate_rest(keep=True)
-            token = self.sample()
-            self.timing.decode_seconds += time.perf_counter() - began
-            self.timing.decode_tokens += 1
-            if token in self.model.package.stop_tokens:
-                return
-            self._append([token])
-            self.generated.append(token)
-            yield token
+
+    @_by_one_thread
+    def _next_token(self) -> int | None:
+        """Samples and appends a token; None: the text ends here."""
+        began = time.perf_counter()
+        # One token ahead of the cache: what was yielded is evaluated only when more is asked for.
+        self._evaluate_rest(keep=True)
+        token = self.sample()
+        self.timing.decode_seconds += time.perf_counter() - began
+        self.timing.decode_tokens += 1
+        if token in self.model.package.stop_tokens:
+            return None
+        self._pending.append(token)
+        self.generated.append(token)
+        return token
 
     def generate(
         self,
@@ -224,18 +302,22 @@ class Session:
     ) -> Iterator[str]:
         """Appends the prompt and yields the text that follows in pieces of whole characters.
 
-        Ends at a token that ends a text, at a stop string (not yielded), or after `max_tokens`; raises
-        `ContextFull` when the context is full before that. reuse: the prompt is the whole conversation, see
-        `generate_tokens`.
+        Ends at a token that ends a text, at a stop string, or after `max_tokens`; raises `ContextFull` when the
+        context is full before that. reuse: the prompt is the whole conversation, see `generate_tokens`.
+
+        A stop string is not yielded, and the conversation goes on before it: it ends with the last token before the
+        stop string. Where that begins inside a token, the whole token is taken back, so that the conversation never
+        holds text that was not shown.
         """
         tokenizer = self.model.package.tokenizer()
         ids = encode(tokenizer, prompt, self.model.package.stop_tokens, start=reuse or not self.tokens)
         stop = [stop] if isinstance(stop, str) else stop
         tokens = self.generate_tokens(ids, max_tokens, sampling, progress, reuse=reuse)
-        return until_stop(stream_text(tokenizer, ids, tokens), stop)
+        return until_stop(stream_text(tokenizer, ids, tokens), stop, self.take_back)
 
     # ---- state ----
 
+    @_by_one_thread
     def save(self, path: str | Path) -> None:
         """Writes tokens, cache and logits to a file, which is replaced only when all is on the disk.
 
@@ -245,6 +327,7 @@ class Session:
         self._evaluate_rest()
         self._engine.save(os.fsencode(path))
 
+    @_by_one_thread
     def restore(self, path: str | Path) -> None:
         """Puts the session into a saved state: nothing is evaluated again, and the native engines map the cache from
         the file.
@@ -264,6 +347,7 @@ class Session:
             raise
         self._sync()
 
+    @_by_one_thread
     def fork(self) -> Session:
         """A session with the same options and conversation. In the native engines both share the pages of the cache,
         and each gets its own copy of those that it changes; elsewhere the cache is copied."""
@@ -273,13 +357,16 @@ class Session:
         other._overflow, other.generated, other.timing = self._overflow, [], Timing()
         other._engine = self._engine.fork()
         other._evaluated, other._pending, other._dropped, other._changing = list(self._evaluated), [], 0, None
+        other._user = {}
         return other
 
     @property
+    @_by_one_thread
     def dropped(self) -> int:
         """Tokens that the overflow option has dropped so far."""
         return self._engine.info().dropped
 
+    @_by_one_thread
     def memory(self) -> dict[str, int]:
         """Bytes, from the kernel's own accounting: this process (resident, anonymous, file_backed,
         peak_resident) and this session's cache (cache_used, cache_committed, cache_reserved)."""
@@ -334,17 +421,22 @@ class Session:
     def _append(self, tokens: Sequence[int]) -> None:
         tokens = self._checked(tokens)
         self._sync()
-        used = len(self._evaluated) + len(self._pending)
-        if self._overflow == "error" and used + len(tokens) > self.context:
-            more = "1 more token does" if len(tokens) == 1 else f"{len(tokens)} more tokens do"
+        self._check_fits(len(tokens))
+        self._pending.extend(tokens)
+
+    def _check_fits(self, more: int) -> None:
+        """Whether there is room for so many tokens besides those of the session; raises `ContextFull`."""
+        total = len(self._evaluated) + len(self._pending) + more
+        if self._overflow == "error" and total > self.context:
+            used = min(total - more, self.context)
+            lacking = "1 more token does" if total - used == 1 else f"{total - used} more tokens do"
             remedies = "fewer tokens, or an overflow option"
-            if self.model.package.target in HOSTED:
+            if named(self.model.package.target).hosted:
                 remedies = "or fewer tokens"
             raise ContextFull(
-                f"{more} not fit: {used} of the context of {self.context} are used; give a larger context "
+                f"{lacking} not fit: {used} of the context of {self.context} are used; give a larger context "
                 f"({self._limited_by()} {self.model.info.context}), {remedies}"
             )
-        self._pending.extend(tokens)
 
     def _evaluate_rest(
         self,
@@ -358,6 +450,7 @@ class Session:
         that are left are forgotten, unless `keep` says that the caller was already given them.
         """
         self._sync()
+        self._check_fits(0)  # the last token of a generation may have no room
         total, done = len(self._pending), 0
         try:
             while self._pending:

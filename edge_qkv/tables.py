@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from edge_qkv.errors import printable
+
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> str:
-    """Columns aligned by width: the first to the left, the others to the right."""
-    cells = [[str(c) for c in row] for row in ([header] if header else []) + list(rows)]
+    """Columns aligned by width: the first to the left, the others to the right; cells are `printable`."""
+    cells = [[printable(str(c)) for c in row] for row in ([header] if header else []) + list(rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = [
         "  ".join(

@@ -1,7 +1,8 @@
 """The training recipe: a text file in, a checkpoint directory (config, weights, tokenizer) out.
 
 Small models on one CPU: byte-level BPE, AdamW, warm-up and cosine, bfloat16 autocast where the processor
-has it. A run stopped by Ctrl-C goes on from its last step, one that was killed from its last evaluation.
+has it. A run stopped by Ctrl-C or SIGTERM goes on from its last step, one that was killed from its last evaluation,
+and a finished one with more steps.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from tqdm import tqdm
 from edge_qkv import files
 from edge_qkv.errors import InputError
 from edge_qkv.model import Decoder
+from edge_qkv.processors import processors
 from edge_qkv.recipe import HELD_TEXT, Recipe, small_config
 
 END_OF_TEXT = "<|endoftext|>"  # separates documents in the data file
-_STATE = "training-state.pt"
+_STATE, _WEIGHTS = "training-state.pt", "model.safetensors"
 _HELD_CHARACTERS = 1 << 18
 _MOST_PARAMETERS = 1_000_000_000  # weights, gradients and AdamW's two moments: 16 GB in fp32
 
@@ -85,13 +87,18 @@ def train(data: Path, output: Path, recipe: Recipe, model_options: dict, vocab_s
     """Trains and writes `output`; returns the report that is also written to `training.json`.
 
     model_options: variant, query, positions and what else `small_config` takes; weights: 'fp16' or 'fp32'.
-    A directory that holds the state of an interrupted run with the same options is continued.
+    A directory that holds a run with the same options is continued: an interrupted one, and with more steps a finished
+    one as well. With more steps the learning rate is from there on that of the longer schedule: it rises again where it
+    had come down, and the weights are not those of a run that had as many steps from its start.
+    Stopped by SIGINT or SIGTERM, it saves its last whole step and passes the signal on to the handler before it; where
+    that returns, `KeyboardInterrupt` is raised. This is for the main thread: elsewhere signals are the caller's.
     """
     check_sizes(recipe, model_options, vocab_size)  # before anything is read
     text = files.read_text(data, "--data")
     train_text, held_text = split_held_out(text, recipe.held_out)
     identity = _identity(text, recipe, model_options, vocab_size, weights)
     saved = _saved_state(output, identity)
+    _check_steps(output, saved, recipe.steps)
     tokenizer = Tokenizer.from_str(saved["tokenizer"]) if saved else train_tokenizer(train_text, vocab_size)
     config = small_config(tokenizer.get_vocab_size(), recipe.context, **model_options)
     tokens, held = (_encoded(part, tokenizer.to_str()) for part in (train_text, held_text))
@@ -101,11 +108,12 @@ def train(data: Path, output: Path, recipe: Recipe, model_options: dict, vocab_s
             f"{len(held)} held out (--held-out is {recipe.held_out})"
         )
 
+    torch.set_num_threads(min(torch.get_num_threads(), processors()))  # it knows nothing of quotas
     torch.manual_seed(recipe.seed)
     model = Decoder(config, dropout=recipe.dropout)
     model.init_weights(torch.Generator().manual_seed(recipe.seed))
     optimizer = _optimizer(model, recipe)
-    state = {"step": 0, "history": [], "seconds": 0.0}
+    state = {"step": 0, "loss": math.nan, "history": [], "seconds": 0.0, "extended_at": []}
     if saved:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -115,10 +123,17 @@ def train(data: Path, output: Path, recipe: Recipe, model_options: dict, vocab_s
         f"steps {state['step'] + 1} to {recipe.steps} of {recipe.batch * recipe.context:,} tokens each",
         flush=True,
     )
+    if saved and recipe.steps > saved["steps"]:
+        state["extended_at"].append(state["step"])
+        print(
+            f"the schedule of {saved['steps']} steps becomes one of {recipe.steps}: the learning rate goes on at "
+            f"{_learning_rate(state['step'], recipe):.2g}",
+            flush=True,
+        )
     _make_directory(output)
 
     def save_state() -> None:
-        parts = {"identity": identity, "tokenizer": tokenizer.to_str(), "state": state}
+        parts = {"identity": identity, "steps": recipe.steps, "tokenizer": tokenizer.to_str(), "state": state}
         parts |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         buffer = io.BytesIO()
         torch.save(parts, buffer)
@@ -149,31 +164,34 @@ def trained(
     """
     check_sizes(recipe, model_options, vocab_size)
     identity = _identity(files.read_text(data, "--data"), recipe, model_options, vocab_size, weights)
-    if (output / _STATE).exists() or not (output / "model.safetensors").exists():
-        _saved_state(output, identity)
+    if not (output / _WEIGHTS).exists():
+        saved = _saved_state(output, identity)
+        if saved and (saved["steps"] != recipe.steps or saved["state"]["extended_at"]):
+            raise InputError(f"--output {output}: holds an unfinished run of other --steps; choose another place")
         return None
-    try:
-        report = json.loads(files.read_text(output / "training.json", "report"))
-        same = report["identity"] == _digest(identity)
-    except (ValueError, KeyError, TypeError):
-        same = False
-    if not same:
+    report = _report(output)
+    same = report["identity"] == _digest(identity) and report["recipe"]["steps"] == recipe.steps
+    if not same or report["extended_at"]:
         raise InputError(f"--output {output}: holds a checkpoint of other options or data; choose another place")
     return report
 
 
 def _identity(text: str, recipe: Recipe, model_options: dict, vocab_size: int, weights: str) -> str:
-    """What a run is told from others by."""
-    return json.dumps([asdict(recipe), model_options, vocab_size, weights, _digest(text)], sort_keys=True)
+    """What a run is told from others by: all but its number of steps, which can grow."""
+    numbers = {name: value for name, value in asdict(recipe).items() if name != "steps"}
+    return json.dumps([numbers, model_options, vocab_size, weights, _digest(text)], sort_keys=True)
 
 
 def _saved_state(output: Path, identity: str) -> dict | None:
-    """The state of the interrupted run in `output`, which must be of the same options and data."""
+    """The state of the run in `output`, which must be of the same options and data; None: nothing is there."""
     if output.exists() and not output.is_dir():
         raise InputError(f"--output {output}: is a file; name a directory")
     if not (output / _STATE).exists():
-        if (output / "model.safetensors").exists():
-            raise InputError(f"--output {output}: holds a finished checkpoint; choose another place")
+        if (output / _WEIGHTS).exists():
+            raise InputError(
+                f"--output {output}: holds a finished checkpoint without the {_STATE} that it could go on from; "
+                "choose another place"
+            )
         return None
     try:
         saved = torch.load(output / _STATE, weights_only=True)
@@ -181,8 +199,33 @@ def _saved_state(output: Path, identity: str) -> dict | None:
     except Exception:  # pickle, zip and tensor errors of many kinds
         raise InputError(f"{output / _STATE}: is damaged; remove it to start again") from None
     if not same:
-        raise InputError(f"--output {output}: holds an unfinished run of other options or data; choose another place")
+        raise InputError(f"--output {output}: holds a run of other options or data; choose another place")
     return saved
+
+
+def _check_steps(output: Path, saved: dict | None, steps: int) -> None:
+    """A run is never shortened, and one that is finished goes on only with more steps."""
+    if saved is None:
+        return
+    if steps < saved["steps"]:
+        raise InputError(f"--steps {steps}: the run in {output} is one of {saved['steps']}; give as many or more")
+    if (output / _WEIGHTS).exists() and steps <= _report(output)["recipe"]["steps"]:
+        raise InputError(
+            f"--output {output}: holds a finished checkpoint of {steps} steps; give more --steps to train it on, or "
+            "choose another place"
+        )
+
+
+def _report(output: Path) -> dict:
+    """The report beside a finished checkpoint."""
+    path = output / "training.json"
+    try:
+        report = json.loads(files.read_text(path, "report"))
+        if not isinstance(report["recipe"]["steps"], int) or not {"identity", "extended_at"} <= report.keys():
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise InputError(f"{path}: is damaged or of another version; choose another place for --output") from None
+    return report
 
 
 def _make_directory(output: Path) -> None:
@@ -202,8 +245,24 @@ def _run_steps(model, optimizer, tokens, held, recipe: Recipe, state: dict, save
     model.train()
     offsets = torch.arange(recipe.context + 1)
     with _Interrupt() as interrupt, progress:
-        while state["step"] < recipe.steps:
-            began, step = time.monotonic(), state["step"]
+        while True:
+            step, history = state["step"], state["history"]
+            evaluated = step == 0 or (history and history[-1]["step"] == step)
+            if not evaluated and (step % recipe.evaluate_every == 0 or step == recipe.steps):
+                save_state()  # before: a process that is to end may be given less time than an evaluation takes
+                held_loss = held_out_loss(model, held, recipe.context)
+                _check_finite(held_loss, step, recipe)
+                history.append({"step": step, "loss": state["loss"], "held_out": held_loss})
+                minutes = state["seconds"] / 60
+                progress.write(f"step {step}, {minutes:.1f} minutes: held-out perplexity {_perplexity(held_loss):.2f}")
+            if interrupt.received is not None:
+                save_state()
+                progress.write(f"saved at step {step}; the same command goes on from there")
+                break
+            if step == recipe.steps:
+                save_state()  # with its evaluation: more steps can follow
+                return
+            began = time.monotonic()
             # Each step seeds its own batch and dropout, so that a resumed run does what an unbroken one does.
             torch.manual_seed(recipe.seed * 1_000_003 + step)
             starts = torch.randint(len(tokens) - recipe.context, (recipe.batch,))
@@ -217,23 +276,13 @@ def _run_steps(model, optimizer, tokens, held, recipe: Recipe, state: dict, save
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            state["step"] += 1
+            state["step"], state["loss"] = step + 1, loss.item()
             state["seconds"] += time.monotonic() - began
             progress.update()
-            progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-            _check_finite(loss.item(), state["step"], recipe)
-            if state["step"] % recipe.evaluate_every == 0 or state["step"] == recipe.steps:
-                held_loss = held_out_loss(model, held, recipe.context)
-                _check_finite(held_loss, state["step"], recipe)
-                state["history"].append({"step": state["step"], "loss": loss.item(), "held_out": held_loss})
-                minutes = state["seconds"] / 60
-                line = f"step {state['step']}, {minutes:.1f} minutes: held-out perplexity {_perplexity(held_loss):.2f}"
-                progress.write(line)
-                save_state()
-            if interrupt.requested:
-                save_state()
-                progress.write(f"saved at step {state['step']}; the same command goes on from there")
-                raise KeyboardInterrupt
+            progress.set_postfix(loss=f"{state['loss']:.3f}", refresh=False)
+            _check_finite(state["loss"], state["step"], recipe)
+    signal.raise_signal(interrupt.received)
+    raise KeyboardInterrupt
 
 
 def _check_finite(loss: float, step: int, recipe: Recipe) -> None:
@@ -242,21 +291,26 @@ def _check_finite(loss: float, step: int, recipe: Recipe) -> None:
 
 
 class _Interrupt:
-    """Keeps Ctrl-C until the step is whole: a state saved in the middle of one could not be continued exactly."""
+    """Keeps SIGINT and SIGTERM until the step is whole: a state saved in the middle of one could not be continued
+    exactly. Signals that are ignored, as by nohup, or that a handler outside of Python has are left alone."""
 
-    requested = False
+    received: int | None = None  # the signal that asks to end
 
     def __enter__(self) -> _Interrupt:
-        self._before = signal.signal(signal.SIGINT, self._request) if _in_main_thread() else None
+        before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)} if _in_main_thread() else {}
+        self._before = {each: handler for each, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+        for each in self._before:
+            signal.signal(each, self._request)
         return self
 
     def __exit__(self, *_) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
 
-    def _request(self, *_) -> None:
-        self.requested = True
-        signal.signal(signal.SIGINT, self._before)  # a second Ctrl-C stops at once
+    def _request(self, received: int, _) -> None:
+        self.received = received
+        if received == signal.SIGINT:
+            signal.signal(received, self._before[received])  # a second Ctrl-C stops at once
 
 
 def _in_main_thread() -> bool:
@@ -295,14 +349,15 @@ def _write_checkpoint(
         "recipe": asdict(recipe),
         "history": state["history"],
         "identity": _digest(identity),  # tells a run of the same options and data
+        "extended_at": state["extended_at"],  # steps at which the schedule was made longer
     }
+    (output / _WEIGHTS).unlink(missing_ok=True)  # of fewer steps: what follows is not theirs
     files.write_json(output / "config.json", model.config.to_dict())
     files.write_atomically(output / "tokenizer.json", tokenizer.to_str().encode())
     # For the exporters' parity reports; its beginning is enough for that.
     files.write_atomically(output / HELD_TEXT, held_text[:_HELD_CHARACTERS].encode())
     files.write_json(output / "training.json", report)
-    files.write_atomically(output / "model.safetensors", save(tensors))  # last: it makes the checkpoint whole
-    (output / _STATE).unlink(missing_ok=True)
+    files.write_atomically(output / _WEIGHTS, save(tensors))  # last: it makes the checkpoint whole
     return report
 
 

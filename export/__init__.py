@@ -7,103 +7,69 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from edge_qkv import files
 from edge_qkv.checkpoints import Checkpoint, read_checkpoint
 from edge_qkv.checks import whole
 from edge_qkv.errors import InputError
 from edge_qkv.export.progress import Progress, interruptible, quiet, silent
+from edge_qkv.layer import LayerSpec
 from edge_qkv.recipe import HELD_TEXT
+from edge_qkv.targets import check_cache, named
 
 
-class Exporter(Protocol):
-    def __call__(
-        self,
-        checkpoint: str,
-        output: Path,
-        *,
-        weights: str = "int4",
-        cache: str = "fp16",
-        block_size: int | None = None,
-        window: int = 0,
-        sinks: int = 0,
-        capacity: int | None = None,
-        prefill_chunk: int | None = None,
-        tokenizer: Path | None = None,
-        held_text: Path | None = None,
-        parity: bool = True,
-        progress: Progress = silent,
-    ) -> dict[str, Any]:
-        """Exports the checkpoint at `checkpoint` to the directory `output` and returns the manifest.
+def export_package(
+    target: str,
+    checkpoint: str,
+    output: Path,
+    *,
+    weights: str = "int4",
+    cache: str = "fp16",
+    block_size: int | None = None,
+    window: int = 0,
+    sinks: int = 0,
+    capacity: int | None = None,
+    prefill_chunk: int | None = None,
+    tokenizer: Path | None = None,
+    held_text: Path | None = None,
+    parity: bool = True,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Exports the checkpoint at `checkpoint` to a package for `target` in the directory `output`, and returns the
+    manifest.
 
-        window, sinks: a query then sees the last `window` tokens and the first `sinks`; 0: as the checkpoint says.
-        capacity: the longest context of the package; None: all that the model allows. prefill_chunk: the most tokens
-        of one call, of a target whose files fix that; others refuse it.
-        held_text: UTF-8 file on which the parity report compares the two; default: the held-out.txt beside the
-        checkpoint, else random tokens. Raises `InputError`.
-        """
+    window, sinks: of layers that see all tokens, a query then sees the last `window` of them and the first `sinks`; 0:
+    as the checkpoint says. capacity: the longest context of the package; None: all that the model allows.
+    prefill_chunk: the most tokens of one call, of a target whose files fix that; others refuse it. held_text: UTF-8
+    file on which the parity report compares the two; default: the held-out.txt beside the checkpoint, else random
+    tokens. Raises `InputError`.
+    """
+    known = named(target)
+    missing = [name for name in known.needs if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InputError(f"--target {target} needs {' and '.join(missing)}; {known.needs[missing[0]]}")
+    options: dict[str, Any] = {"weights": weights, "cache": cache, "block_size": block_size, "tokenizer": tokenizer}
+    if known.prefill_chunk:
+        options["prefill_chunk"] = prefill_chunk
+    elif prefill_chunk is not None:
+        raise InputError(
+            f"--prefill-chunk {prefill_chunk}: a package for {target} takes any number of tokens at once; "
+            "leave it out, and choose when it is run"
+        )
+    check_cache(target, cache)
+    export = _exporter(target)
+    source = _windowed(_shortened(read_checkpoint(checkpoint), capacity), window, sinks)
+    if held_text is not None and not (tokenizer or source.tokenizer):
+        raise InputError(f"--parity-text {held_text}: text needs a tokenizer; give --tokenizer as well")
+    text = _held_text(held_text, source)
+    return export(source, output, text=text, run_parity=parity, progress=progress, **options)
 
 
 def _exporter(target: str) -> Callable[..., dict[str, Any]]:
     """Imports the module of a target. Libraries lose a Ctrl-C there, or fail of it: some import others in a `try`."""
     with quiet(), interruptible():
         return getattr(importlib.import_module(f"edge_qkv.export.{target}.exporter"), f"export_{target}")
-
-
-def _onnx(checkpoint: str, output: Path, *, prefill_chunk: int | None = None, **options) -> dict[str, Any]:
-    if prefill_chunk is not None:
-        raise InputError(
-            f"--prefill-chunk {prefill_chunk}: an ONNX model takes any number of tokens at once; "
-            "leave it out, and choose when the package is run"
-        )
-    return _export(_exporter("onnx"), checkpoint, output, **options)
-
-
-def _executorch(checkpoint: str, output: Path, **options) -> dict[str, Any]:
-    missing = [name for name in ("executorch", "torchao") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise InputError(
-            f"--target executorch needs {' and '.join(missing)}; install executorch and torchao, and then edge-qkv "
-            "once more from its sources, part of which is compiled against ExecuTorch: pip install executorch torchao, "
-            "and there pip install '.[executorch]'"
-        )
-    return _export(_exporter("executorch"), checkpoint, output, **options)
-
-
-def _coreml(checkpoint: str, output: Path, **options) -> dict[str, Any]:
-    if importlib.util.find_spec("coremltools") is None:
-        raise InputError("--target coreml needs coremltools; install it: pip install coremltools")
-    return _export(_exporter("coreml"), checkpoint, output, **options)
-
-
-def _gguf(checkpoint: str, output: Path, **options) -> dict[str, Any]:
-    if importlib.util.find_spec("gguf") is None:
-        raise InputError("--target gguf needs gguf; install it: pip install gguf")
-    return _export(_exporter("gguf"), checkpoint, output, **options)
-
-
-# Target name -> its exporter; the heavy libraries are imported when one is called.
-TARGETS: dict[str, Exporter] = {"onnx": _onnx, "executorch": _executorch, "coreml": _coreml, "gguf": _gguf}
-
-
-def _export(
-    export: Callable[..., dict[str, Any]],
-    checkpoint: str,
-    output: Path,
-    *,
-    window: int = 0,
-    sinks: int = 0,
-    capacity: int | None = None,
-    held_text: Path | None = None,
-    parity: bool = True,
-    **options,
-) -> dict[str, Any]:
-    """What every target does with its arguments."""
-    source = _windowed(_shortened(read_checkpoint(checkpoint), capacity), window, sinks)
-    if held_text is not None and not (options.get("tokenizer") or source.tokenizer):
-        raise InputError(f"--parity-text {held_text}: text needs a tokenizer; give --tokenizer as well")
-    return export(source, output, text=_held_text(held_text, source), run_parity=parity, **options)
 
 
 def _shortened(checkpoint: Checkpoint, capacity: int | None) -> Checkpoint:
@@ -113,20 +79,32 @@ def _shortened(checkpoint: Checkpoint, capacity: int | None) -> Checkpoint:
     config, most = checkpoint.config, checkpoint.config.max_positions
     capacity = whole(capacity, "--capacity", 1, most, ", the most this model allows")
     # A window that is longer than the context hides nothing.
-    limited = {name: min(getattr(config, name), capacity) for name in ("window", "sinks", "trained_context")}
+    kinds = {
+        name: dataclasses.replace(spec, window=min(spec.window, capacity), sinks=min(spec.sinks, capacity))
+        for name, spec in config.kinds.items()
+    }
+    trained = min(config.trained_context, capacity)
     tensors = checkpoint.tensors
-    if config.positions == "learned":
+    if config.learned_positions:
         load = tensors["positions.weight"]
         tensors = {**tensors, "positions.weight": lambda: load()[:capacity]}
-    config = dataclasses.replace(config, max_positions=capacity, **limited)
+    config = dataclasses.replace(config, max_positions=capacity, kinds=kinds, trained_context=trained)
     return dataclasses.replace(checkpoint, config=config, tensors=tensors)
 
 
 def _windowed(checkpoint: Checkpoint, window: int, sinks: int) -> Checkpoint:
-    """The checkpoint with the window and sinks that are not 0."""
+    """The checkpoint with the window and sinks that are not 0, in its layers that see all tokens or as many."""
     given = {name: value for name, value in (("window", window), ("sinks", sinks)) if value}
+    config = checkpoint.config
+    longest = max(spec.window or config.max_positions for spec in config.kinds.values())
+
+    def changed(spec: LayerSpec) -> LayerSpec:
+        local = (spec.window or config.max_positions) < longest
+        return spec if local else dataclasses.replace(spec, **given)
+
     try:
-        return dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, **given))
+        kinds = {name: changed(spec) for name, spec in config.kinds.items()}
+        return dataclasses.replace(checkpoint, config=dataclasses.replace(config, kinds=kinds))
     except InputError as error:
         options = " ".join(f"--{name} {value}" for name, value in given.items())
         raise InputError(f"{options}: {error}") from None

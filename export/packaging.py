@@ -12,10 +12,11 @@ from typing import Any
 import edge_qkv
 from edge_qkv import files, package
 from edge_qkv.checkpoints import Checkpoint
-from edge_qkv.config import CACHE_BYTES
 from edge_qkv.errors import InputError
 from edge_qkv.export import parity
 from edge_qkv.export.progress import Progress, interruptible
+from edge_qkv.targets import named
+from edge_qkv.tokenizer import encode, load_tokenizer, stop_tokens
 
 # Opens the package at a path for sequences of so many tokens, until the end of `with`: (a function from tokens to
 # logits, the engine's name).
@@ -31,11 +32,6 @@ class Stored:
     cache: str
     block_size: int | None
     more: dict[str, Any] = field(default_factory=dict)  # what only this target has
-
-
-def check_cache(cache: str) -> None:
-    if cache not in CACHE_BYTES:
-        raise InputError(f"--cache {cache} is not known; choose one of {', '.join(CACHE_BYTES)}")
 
 
 def write_package(
@@ -60,9 +56,9 @@ def write_package(
     """
     config = checkpoint.config
     tokenizer = tokenizer or checkpoint.tokenizer
-    encoder = None if tokenizer is None else package.load_tokenizer(Path(tokenizer), config.vocab_size)
-    stops = [] if encoder is None else package.stop_tokens(encoder)
-    ids = package.encode(encoder, text, frozenset(stops), start=True) if text and encoder is not None else None
+    encoder = None if tokenizer is None else load_tokenizer(Path(tokenizer), config.vocab_size)
+    stops = [] if encoder is None else stop_tokens(encoder)
+    ids = encode(encoder, text, frozenset(stops), start=True) if text and encoder is not None else None
     with files.directory_written_whole(Path(output), package.is_package_only) as directory, interruptible():
         write_model(directory)
         if tokenizer is not None:
@@ -101,7 +97,6 @@ def check_space(directory: Path, needed: int) -> None:
 @contextmanager
 def open_session(directory: Path, context: int) -> Iterator[tuple[parity.Score, str]]:
     """A `Runner` on a session, of whichever engine runs the package."""
-    from edge_qkv.engines import NATIVE
     from edge_qkv.loaded import Model
     from edge_qkv.session import Session
 
@@ -114,7 +109,7 @@ def open_session(directory: Path, context: int) -> Iterator[tuple[parity.Score, 
             session.rewind(0)
             return session.score(tokens)
 
-        yield score, "edge-qkv" if model.package.target in NATIVE else model.info.engine.decode()
+        yield score, "edge-qkv" if named(model.package.target).native else model.info.engine.decode()
 
 
 def _listed(directory: Path, progress: Progress) -> dict[str, dict[str, Any]]:

@@ -21,20 +21,21 @@ def silent(what: str, done: int, total: int) -> None:
 
 
 class Bar:
-    """A tqdm bar on standard error for each step."""
+    """A line on standard error for each step, and on a terminal a tqdm bar for one whose length is known."""
 
     def __init__(self) -> None:
-        from tqdm import tqdm  # not where only packages are run
-
-        self._what, self._bar, self._tqdm = "", None, tqdm
+        self._what, self._bar = "", None
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if what != self._what:
             self.close()
             self._what = what
-            self._bar = self._tqdm(desc=what, total=total or None, unit="B", unit_scale=True) if total else None
-            if not total:
-                self._tqdm.write(what, file=sys.stderr)
+            if total and sys.stderr.isatty():
+                from tqdm import tqdm  # not where only packages are run
+
+                self._bar = tqdm(desc=what, total=total, unit="B", unit_scale=True)
+            else:
+                print(what, file=sys.stderr)
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
 

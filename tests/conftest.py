@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -15,11 +16,11 @@ from filelock import FileLock
 
 from edge_qkv import _native
 from edge_qkv.config import ModelConfig
-from edge_qkv.engines import NATIVE
-from edge_qkv.stored import STORAGE
+from edge_qkv.layer import LAYER_FIELDS
+from edge_qkv.targets import TARGETS
 from native_build import build
 
-TINY = ModelConfig(
+TINY = ModelConfig.uniform(
     vocab_size=260,
     max_positions=96,
     layers=2,
@@ -33,6 +34,16 @@ TINY = ModelConfig(
     norm="rmsnorm",
     positions="rotary-conjugate",
 )
+
+
+def changed(config: ModelConfig, **changes: object) -> ModelConfig:
+    """A model whose layers are alike with other fields, as `ModelConfig.uniform` takes them."""
+    own = ("kinds", "pattern", "learned_positions")
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in own}
+    fields |= {name: getattr(config.only, name) for name in LAYER_FIELDS}
+    fields |= {"layers": len(config.layers), "positions": config.positions}
+    return ModelConfig.uniform(**{**fields, **changes})
+
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # of `pytest -n`, one of several
 # Minutes each. One that came last would leave the other workers idle.
@@ -64,6 +75,8 @@ def write_checkpoint(folder: Path, config: ModelConfig, tokenizer=None, seed: in
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(6)
+            elif len(config.kinds) > 1:  # norms, weights of keys: away from 1
+                parameter.mul_(torch.empty_like(parameter).uniform_(0.7, 1.3, generator=generator))
     state = model.state_dict()
     save_file({name: state[name].contiguous() for name in model.weight_names()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
@@ -105,7 +118,7 @@ def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Pat
     return make
 
 
-@pytest.fixture(scope="session", params=NATIVE)
+@pytest.fixture(scope="session", params=[name for name, known in TARGETS.items() if known.native])
 def target(request) -> str:
     """Each target that the native library runs, and with it each engine of it."""
     needs(request.param)
@@ -141,10 +154,10 @@ def tiny_checkpoint(tmp_path_factory, bytes_tokenizer) -> Path:
 @pytest.fixture(scope="session")
 def tiny_package(made_once, tiny_checkpoint) -> Path:
     """The tiny model as an ONNX package with fp32 weights and cache."""
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
 
     def export(output: Path) -> None:
-        TARGETS["onnx"](str(tiny_checkpoint), output, weights="fp32", cache="fp32")
+        export_package("onnx", str(tiny_checkpoint), output, weights="fp32", cache="fp32")
 
     return made_once("package/tiny", export)
 
@@ -152,10 +165,10 @@ def tiny_package(made_once, tiny_checkpoint) -> Path:
 @pytest.fixture(scope="session")
 def tiny_program(made_once, tiny_checkpoint) -> Path:
     """The tiny model as an ExecuTorch package with fp32 weights and an fp16 cache."""
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
 
     def export(output: Path) -> None:
-        TARGETS["executorch"](str(tiny_checkpoint), output, weights="fp32", cache="fp16", parity=False)
+        export_package("executorch", str(tiny_checkpoint), output, weights="fp32", cache="fp16", parity=False)
 
     needs("executorch")
     return made_once("program/tiny", export)
@@ -166,7 +179,7 @@ def random_package(tmp_path_factory, made_once):
     """random_package(target, config, cache, seed, chunk, **options) -> (the eager decoder, its package with fp32
     weights), each made once. chunk: the most tokens of a call, where the file fixes that."""
     from edge_qkv.checkpoints import read_checkpoint
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
 
     @functools.cache
     def checkpoint(config: ModelConfig, seed: int):
@@ -176,11 +189,11 @@ def random_package(tmp_path_factory, made_once):
     def make(target: str, config: ModelConfig = TINY, cache: str = "fp32", seed: int = 0, chunk: int = 16, **options):
         needs(target)
         options = {"weights": "fp32", "cache": cache} | options
-        if STORAGE[target].prefill_chunk:
+        if TARGETS[target].prefill_chunk:
             options["prefill_chunk"] = chunk
         path, decoder = checkpoint(config, seed)
         key = hashlib.sha256(repr((config, seed, sorted(options.items()))).encode()).hexdigest()[:16]
-        export = functools.partial(TARGETS[target], str(path), parity=False, **options)
+        export = functools.partial(export_package, target, str(path), parity=False, **options)
         return decoder, made_once(f"random-{key}/{target}", export)
 
     return make
@@ -196,12 +209,12 @@ def bundled_checkpoint() -> Path:
 @pytest.fixture(scope="session")
 def bundled_package(made_once, bundled_checkpoint):
     """bundled_package(weights, target) -> (package, manifest) of the bundled model, each exported once."""
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
     from edge_qkv.package import Package
 
     def package(weights: str, target: str = "onnx") -> tuple[Path, dict]:
         needs(target)
-        export = functools.partial(TARGETS[target], str(bundled_checkpoint), weights=weights)
+        export = functools.partial(export_package, target, str(bundled_checkpoint), weights=weights)
         path = made_once(f"bundled-{target}/{weights}", export)
         return path, Package.open(path, verify=False).manifest
 

@@ -3,52 +3,52 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from conftest import TINY
+from conftest import TINY, changed
 from edge_qkv.config import ModelConfig
+from edge_qkv.layer import biases
 from edge_qkv.model import Decoder
 
-LLAMA = replace(TINY, width=64, heads=4, head_dim=16, mlp_width=96, positions="rotary-on-read")
-PLAIN = replace(LLAMA, positions="none")  # the one that is cached in one row
-GPT = replace(LLAMA, mlp="gelu_tanh", norm="layernorm", norm_bias=True, positions="learned")
-NEOX = replace(GPT, positions="rotary-on-read")
-STABLE = replace(LLAMA, norm="layernorm", norm_bias=True)
-BIASES = dict(attention_bias=True, mlp_bias=True)
+LLAMA = changed(TINY, width=64, heads=4, head_dim=16, mlp_width=96, positions="rotary-on-read")
+PLAIN = changed(LLAMA, positions="none")  # the one that is cached in one row
+GPT = changed(LLAMA, mlp="gelu_tanh", norm="layernorm", norm_bias=True, positions="learned")
+NEOX = changed(GPT, positions="rotary-on-read")
+STABLE = changed(LLAMA, norm="layernorm", norm_bias=True)
+BIASES = dict(biases=biases(True, True))
 
 # name -> (config, llama.cpp's architecture)
 VARIANTS: dict[str, tuple[ModelConfig, str]] = {
     "Q-MQA, rotary on read": (LLAMA, "llama"),
-    "Q-K=V": (replace(LLAMA, kv_heads=4), "llama"),
-    "Q=K=V": (replace(LLAMA, kv_heads=4, sharing="q=k=v"), "llama"),
-    "Q=K-V": (replace(LLAMA, kv_heads=4, sharing="q=k-v"), "llama"),
-    "GQA, rotary conjugate": (replace(LLAMA, kv_heads=2, sharing="qkv", positions="rotary-conjugate"), "llama"),
-    "biases": (replace(LLAMA, kv_heads=2, **BIASES), "llama"),
-    "identity query": (replace(LLAMA, query="identity", attention_scale=0.125), "llama"),
-    "identity query, biases": (replace(LLAMA, query="identity", **BIASES), "llama"),
-    "residual query": (replace(LLAMA, query="residual", attention_scale=0.1, **BIASES), "llama"),
-    "partly rotated": (replace(LLAMA, rotary_dim=6, rotary_base=500.0), "llama"),
-    "no positions": (replace(LLAMA, kv_heads=2, positions="none"), "llama"),
-    "head of its own, wide heads": (replace(LLAMA, head_dim=20, tied_head=False), "llama"),
-    "GeGLU": (replace(LLAMA, mlp="geglu"), "gemma"),
-    "GeGLU, partly rotated": (replace(LLAMA, mlp="geglu", rotary_dim=6), "gemma"),
+    "Q-K=V": (changed(LLAMA, kv_heads=4), "llama"),
+    "Q=K=V": (changed(LLAMA, kv_heads=4, sharing="q=k=v"), "llama"),
+    "Q=K-V": (changed(LLAMA, kv_heads=4, sharing="q=k-v"), "llama"),
+    "GQA, rotary conjugate": (changed(LLAMA, kv_heads=2, sharing="qkv", positions="rotary-conjugate"), "llama"),
+    "biases": (changed(LLAMA, kv_heads=2, **BIASES), "llama"),
+    "identity query": (changed(LLAMA, query="identity", attention_scale=0.125), "llama"),
+    "identity query, biases": (changed(LLAMA, query="identity", **BIASES), "llama"),
+    "residual query": (changed(LLAMA, query="residual", attention_scale=0.1, **BIASES), "llama"),
+    "partly rotated": (changed(LLAMA, rotary_dim=6, rotary_base=500.0), "llama"),
+    "no positions": (changed(LLAMA, kv_heads=2, positions="none"), "llama"),
+    "head of its own, wide heads": (changed(LLAMA, head_dim=20, tied_head=False), "llama"),
+    "GeGLU": (changed(LLAMA, mlp="geglu"), "gemma"),
+    "GeGLU, partly rotated": (changed(LLAMA, mlp="geglu", rotary_dim=6), "gemma"),
     "learned": (GPT, "mpt"),
-    "learned, erf": (replace(GPT, mlp="gelu"), "mpt"),
-    "learned, biases, residual query": (replace(GPT, query="residual", attention_scale=0.125, **BIASES), "mpt"),
-    "learned, QKV, no norm biases": (replace(GPT, sharing="qkv", kv_heads=4, norm_bias=False), "mpt"),
-    "GELU without positions, head of its own": (replace(GPT, positions="none", tied_head=False), "mpt"),
-    "head_dim 62": (replace(GPT, width=124, heads=2, head_dim=62), "mpt"),
-    "GELU, rotary": (replace(NEOX, **BIASES), "gptneox"),
-    "GELU, partly rotated, no biases": (replace(NEOX, rotary_dim=6, norm_bias=False, tied_head=False), "gptneox"),
+    "learned, erf": (changed(GPT, mlp="gelu"), "mpt"),
+    "learned, biases, residual query": (changed(GPT, query="residual", attention_scale=0.125, **BIASES), "mpt"),
+    "learned, QKV, no norm biases": (changed(GPT, sharing="qkv", kv_heads=4, norm_bias=False), "mpt"),
+    "GELU without positions, head of its own": (changed(GPT, positions="none", tied_head=False), "mpt"),
+    "head_dim 62": (changed(GPT, width=124, heads=2, head_dim=62), "mpt"),
+    "GELU, rotary": (changed(NEOX, **BIASES), "gptneox"),
+    "GELU, partly rotated, no biases": (changed(NEOX, rotary_dim=6, norm_bias=False, tied_head=False), "gptneox"),
     "LayerNorm, SwiGLU": (STABLE, "stablelm"),
-    "LayerNorm, SwiGLU, partly rotated": (replace(STABLE, rotary_dim=6, norm_bias=False, kv_heads=2), "stablelm"),
+    "LayerNorm, SwiGLU, partly rotated": (changed(STABLE, rotary_dim=6, norm_bias=False, kv_heads=2), "stablelm"),
     "one row": (PLAIN, "deepseek2"),
-    "one row, identity query": (replace(PLAIN, query="identity", attention_scale=0.2, tied_head=False), "deepseek2"),
-    "one row, small eps": (replace(PLAIN, norm_eps=1e-12, query="residual"), "deepseek2"),
+    "one row, identity query": (changed(PLAIN, query="identity", attention_scale=0.2, tied_head=False), "deepseek2"),
+    "one row, small eps": (changed(PLAIN, norm_eps=1e-12, query="residual"), "deepseek2"),
 }
 
 

@@ -17,7 +17,8 @@ import pytest
 from attacks import places
 from conftest import needs
 from edge_qkv import InputError, Model, _native, files
-from edge_qkv.package import MANIFEST, MODEL_FILES
+from edge_qkv.package import MANIFEST
+from edge_qkv.targets import TARGETS
 
 OTHER = {"onnx": "executorch", "executorch": "onnx"}
 
@@ -68,7 +69,7 @@ def _both(model: Path, other) -> None:
 
 
 def _other_target(model: Path, _) -> None:
-    (target,) = (OTHER[target] for target, name in MODEL_FILES.items() if name == model.name)
+    (target,) = (OTHER[target] for target, known in TARGETS.items() if known.model_file == model.name)
     _forge(model.parent, target=target)
 
 
@@ -96,7 +97,7 @@ BAD = {
 def model(target, random_package, tmp_path) -> Path:
     """The model file of a package that may be changed."""
     package = shutil.copytree(random_package(target)[1], tmp_path / "package")
-    return package / MODEL_FILES[target]
+    return package / TARGETS[target].model_file
 
 
 def _refused(package: Path, words: str) -> None:
@@ -110,7 +111,7 @@ def _refused(package: Path, words: str) -> None:
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_model_file_is_one_sentence(kind, target, model, random_package):
     change, words = BAD[kind]
-    change(model, lambda: random_package(OTHER[target])[1] / MODEL_FILES[OTHER[target]])
+    change(model, lambda: random_package(OTHER[target])[1] / TARGETS[OTHER[target]].model_file)
     _refused(model.parent, words)
 
 

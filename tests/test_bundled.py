@@ -12,10 +12,10 @@ import torch
 from conftest import needs
 from edge_qkv import Model, Sampling, Session, attention
 from edge_qkv.checkpoints import read_checkpoint
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from edge_qkv.export.progress import silent
 from edge_qkv.recipe import HELD_TEXT
-from edge_qkv.stored import stored_as
+from edge_qkv.targets import stored_as
 from edge_qkv.training import held_out_loss
 
 
@@ -112,7 +112,7 @@ def test_perplexity_with_8_bits_for_executorch_stays_near_fp32(checkpoint, decod
 
 def test_greedy_text_is_the_decoders(checkpoint, decoder, tmp_path):
     """Golden text: the exported model writes, token by token, what the eager module writes."""
-    TARGETS["onnx"](str(checkpoint.path), tmp_path / "package", weights="fp32", cache="fp32", parity=False)
+    export_package("onnx", str(checkpoint.path), tmp_path / "package", weights="fp32", cache="fp32", parity=False)
     with Session(tmp_path / "package", context=128) as session:
         prompt = session.model.package.tokenizer().encode("KING HENRY.\n").ids
         written = list(session.generate_tokens(prompt, 64, Sampling(temperature=0)))

@@ -199,7 +199,7 @@ def test_a_full_context_keeps_what_was_written(tiny_package, tmp_path, capsys):
     assert main([*arguments, "--stats", str(tmp_path / "stats.json")]) == 2
     captured = capsys.readouterr()
     result = json.loads(captured.out)
-    assert len(result["tokens"]) == 17 and result["figures"]["finish"] == "context"
+    assert len(result["tokens"]) == 18 and result["figures"]["finish"] == "context"
     assert json.loads((tmp_path / "stats.json").read_text()) == result["figures"]
     assert captured.err.startswith("edge-qkv: 1 more token does not fit")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from edge_qkv.bench.package import restore
+from edge_qkv import Sampling, Session
+from edge_qkv.bench.package import snapshots
 from edge_qkv.cli import main
 from edge_qkv.planning import plan
 
@@ -53,7 +54,7 @@ def test_a_conversation_that_outgrows_the_budget_is_told_so(package, capsys):
 def test_benchmarks_go_as_far_as_the_model_does(tiny_package, capsys):
     found = _json(capsys, "bench", tiny_package, "--only", "decode", "--repeats", 1)
     assert [row["depth"] for row in found["decode"]["depths"]] == [0, 95]
-    assert restore.main([str(tiny_package), "--repeats", "1", "--json"]) == 0
+    assert snapshots.main([str(tiny_package), "--repeats", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 95
 
 
@@ -121,3 +122,50 @@ def test_packed_weights_are_found_where_they_were_put(package, tmp_path, capsys,
     planned = _json(capsys, "plan", package, "--context", "1024")
     assert planned["weights_anonymous"] == 0
     assert _json(capsys, "plan", package, "--context", "1024", "--no-packed")["weights_anonymous"] > 0
+
+
+@pytest.mark.parametrize("stop", ["ING", "\n", "him", "o"])
+def test_a_stop_string_is_no_part_of_what_is_saved(package, tmp_path, capsys, stop):
+    """Tokens of several characters: one that the stop string begins in goes whole."""
+    saved, options = tmp_path / "saved", ("--seed", "5", "--max-tokens", "60")
+    whole = _json(capsys, "run", package, "--prompt", "KING HENRY.\n", *options)["text"]
+    assert stop in whole
+    first = _json(capsys, "run", package, "--prompt", "KING HENRY.\n", *options, "--stop", stop, "--save", saved)
+    assert first["text"] == whole[: whole.index(stop)] and first["figures"]["finish"] == "stop"
+    with Session(package) as session:
+        session.restore(saved)
+        tokenizer = session.model.package.tokenizer()
+        held = tokenizer.decode(session.tokens).removeprefix("KING HENRY.\n")
+        assert first["text"].startswith(held) and stop not in held
+        assert tokenizer.decode(first["tokens"]) == held
+        following = tokenizer.decode([*session.tokens, *session.generate_tokens([], 1, Sampling(temperature=0))])
+    again = _json(capsys, "run", package, "--restore", saved, "--prompt", "", "--temperature", "0", "--max-tokens", "1")
+    assert following == "KING HENRY.\n" + held + again["text"]
+
+
+def test_stop_strings_among_token_ids(package, tmp_path, capsys):
+    saved, options = tmp_path / "saved", ("--tokens", "5,6,7", "--seed", "5", "--max-tokens", "20")
+    whole = _json(capsys, "run", package, *options)["tokens"]
+    words = [f"{token} " for token in whole]
+    stop = words[4]
+    cut = _json(capsys, "run", package, *options, "--stop", stop, "--save", saved)
+    shown = "".join(words[: len(cut["tokens"])])
+    assert len(cut["tokens"]) in (3, 4) and cut["text"].startswith(shown)
+    assert cut["text"] == "".join(words)[: "".join(words).index(stop)]
+    with Session(package) as session:
+        session.restore(saved)
+        assert session.tokens == [5, 6, 7, *cut["tokens"]]
+
+
+def test_tokens_that_fill_the_context_have_one_that_follows(tiny_package, tmp_path, capsys):
+    run = ("run", str(tiny_package), "--tokens", ",".join(["1"] * 20), "--context", "20", "--temperature", "0")
+    saved = tmp_path / "saved"
+    assert main([*run, "--max-tokens", "1", "--save", str(saved)]) == 0
+    captured = capsys.readouterr()
+    assert "the saved conversation ends before it" in captured.err
+    assert main([*run, "--max-tokens", "2"]) == 2
+    full = capsys.readouterr()
+    assert full.out == captured.out and "1 more token does not fit: 20 of the context of 20" in full.err
+    again = ("run", str(tiny_package), "--restore", str(saved), "--tokens", "", "--temperature", "0")
+    assert main([*again, "--max-tokens", "1"]) == 0
+    assert capsys.readouterr().out == captured.out

@@ -7,17 +7,16 @@ import re
 import shutil
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from conftest import TINY, needs
+from conftest import TINY, changed, needs
 from eager import expect, walk_session
 from edge_qkv import Cancelled, ContextFull, InputError, Model, OverBudget, Package, Session, pack, plan
-from edge_qkv.package import MODEL_FILES
+from edge_qkv.targets import TARGETS
 from memory_probe import measure
 
 CAPACITY, CHUNK = TINY.max_positions, 16
@@ -25,9 +24,9 @@ LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)
 CASES = {
     "fp32": (TINY, "fp32"),
     "fp16": (TINY, "fp16"),
-    "separate V, int8": (replace(TINY, sharing="qkv", kv_heads=2, positions="rotary-on-read"), "int8"),
+    "separate V, int8": (changed(TINY, sharing="qkv", kv_heads=2, positions="rotary-on-read"), "int8"),
 }
-LONG = replace(TINY, max_positions=4096)  # evaluated whole it takes a good part of a second
+LONG = changed(TINY, max_positions=4096)  # evaluated whole it takes a good part of a second
 INT4 = {"onnx": "int4", "executorch": "8da4w"}
 
 
@@ -75,7 +74,7 @@ def test_logits_are_the_decoders(case, chunk):
 def test_a_full_context_drops_what_no_query_sees(target, random_package, ids, policy):
     """A model that looks back 16 tokens writes in a context of 40 what it writes in one that holds everything; more in
     test_overflow.py."""
-    decoder, package = random_package(target, replace(TINY, window=16), chunk=CHUNK)
+    decoder, package = random_package(target, changed(TINY, window=16), chunk=CHUNK)
     with torch.no_grad():
         expected = decoder(torch.tensor([ids[:CAPACITY]]))[0][0].numpy()
     with Session(package, context=40, prefill_chunk=8, **policy) as session:
@@ -88,7 +87,7 @@ def test_a_full_context_drops_what_no_query_sees(target, random_package, ids, po
 def test_a_model_file_that_was_cut_off_is_one_sentence(tiny, tmp_path, cut):
     """More in test_bad_models.py."""
     package = shutil.copytree(tiny, tmp_path / "package")
-    model = package / MODEL_FILES[Package.open(package).target]
+    model = package / TARGETS[Package.open(package).target].model_file
     whole = model.stat().st_size
     os.truncate(model, cut if isinstance(cut, int) else int(cut * whole))
     for verify in (True, False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import pickle
 import re
 import shutil
@@ -19,18 +20,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from other_threads import check_every_method, check_soundness
 
-from conftest import TINY
+from conftest import TINY, changed
 from eager import TOLERANCE, expect, walk_session
-from edge_qkv import Cancelled, ContextFull, InputError, Model, Sampling, Session, _native, engines, pack, plan
+from edge_qkv import Cancelled, ContextFull, InputError, Model, Sampling, Session, _native, pack, plan
 from edge_qkv.cli import main
 from edge_qkv.engines import ModelOptions
 from edge_qkv.engines.hosted import HostedModel, refuse_options
 from edge_qkv.model import Decoder
 from edge_qkv.package import Package
 from edge_qkv.packing import is_packed
+from edge_qkv.targets import TARGETS
 
-PLAIN = replace(TINY, positions="rotary-on-read")
+PLAIN = changed(TINY, positions="rotary-on-read")
 CAPACITY, CHUNK = PLAIN.max_positions, 16
 AT_ONCE = 6  # tokens of a call: chunks are several, and the last one is shorter
 LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)
@@ -98,7 +101,7 @@ def hosted(random_package, closed) -> tuple[Decoder, Path]:
         return HostedModel(package, "eager", new_cache, lambda: closed.append("eager"))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(engines.HOSTED, "gguf", "eager")
+        patch.setitem(TARGETS, "gguf", replace(TARGETS["gguf"], hosted="eager"))
         patch.setitem(sys.modules, "edge_qkv.engines.eager", types.SimpleNamespace(open_model=open_model))
         yield decoder, package
 
@@ -178,6 +181,23 @@ def test_fill_keeps_the_rows_that_are_there(session, ids):
         session.fill(59)
     session.rewind(10)
     np.testing.assert_array_equal(session.score(ids[10:20]), rest)
+
+
+def test_a_second_thread_is_refused_and_the_session_stays_sound(session, ids, tmp_path):
+    check_every_method(session, tmp_path / "saved", ids[:40])
+    check_soundness(session, tmp_path / "saved", ids, rounds=5)
+
+
+def test_the_token_after_a_full_context_and_tokens_that_are_taken_back(model, ids):
+    with Session(model, CAPACITY) as session, Session(model, CAPACITY) as fresh:
+        given = list(session.generate_tokens(ids, 1, Sampling(temperature=0)))
+        assert session.tokens == ids + given and len(given) == 1
+        with pytest.raises(ContextFull):
+            session.logits()
+        session.take_back(10)
+        fresh.evaluate(session.tokens)
+        assert session.tokens == ids[:-9] and session.generated == []
+        np.testing.assert_allclose(session.logits(), fresh.logits(), atol=TOLERANCE)
 
 
 def test_sampling_is_the_native_engines(model, random_package, ids):
@@ -282,6 +302,13 @@ def test_a_snapshot_of_another_model_is_refused(random_package, refused, ids, tm
 def test_a_snapshot_that_is_too_long_is_refused(model, parts, tmp_path):
     with Session(model, 19) as small, pytest.raises(ContextFull, match="saved: its 20 tokens"):
         small.restore(tmp_path / "saved")
+
+
+def test_a_snapshot_that_no_memory_holds_is_refused_unread(session, tmp_path):
+    (tmp_path / "saved").touch()
+    os.truncate(tmp_path / "saved", 1 << 40)
+    with pytest.raises(ContextFull, match="saved: is larger than any snapshot"):
+        session.restore(tmp_path / "saved")
 
 
 @pytest.mark.parametrize(
@@ -544,7 +571,7 @@ def test_what_fits_on_a_device_is_not_known(package, capsys, of):
 
 def test_without_llama_cpp_a_package_says_what_to_install(random_package, tmp_path, monkeypatch):
     package = shutil.copytree(random_package("gguf", PLAIN, "fp32", weights="f32")[1], tmp_path / "package")
-    monkeypatch.setitem(engines.HOSTED, "gguf", "llama_cpp")
+    monkeypatch.setitem(TARGETS, "gguf", replace(TARGETS["gguf"], hosted="llama_cpp"))
     monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as where it is not installed
     with pytest.raises(InputError, match=r"pip install 'edge-qkv\[llama-cpp\]', which builds it from source and takes"):
         Model(package)

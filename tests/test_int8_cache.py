@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from edge_qkv import Session
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from edge_qkv.recipe import HELD_TEXT
 
 WINDOW, DEPTH, SCORED, CHUNK = 512, 32768, 2048, 512
@@ -42,7 +42,7 @@ def held_tokens(bundled_checkpoint) -> list[int]:
 def packages(bundled_package, bundled_checkpoint, tmp_path_factory) -> dict[str, Path]:
     """Packages of the bundled model by cache type, with the same int8 weights, which prefill fastest."""
     int8 = tmp_path_factory.mktemp("int8") / "package"
-    TARGETS["onnx"](str(bundled_checkpoint), int8, weights="int8", cache="int8", parity=False)
+    export_package("onnx", str(bundled_checkpoint), int8, weights="int8", cache="int8", parity=False)
     return {"fp16": bundled_package("int8")[0], "int8": int8}
 
 

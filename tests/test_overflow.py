@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
-from conftest import TINY
+from conftest import TINY, changed
 from edge_qkv import ContextFull, InputError, Model, Sampling, Session
 from edge_qkv.attention import rotary_tables, rotate
 from edge_qkv.model import Decoder
@@ -78,7 +76,7 @@ def _expected(decoder: Decoder, tokens: list[int], policy: dict) -> tuple[np.nda
     ("target", "case"), [*(("onnx", case) for case in CASES), *(("executorch", case) for case in LOWERED)]
 )
 def test_a_full_context_goes_on_like_the_decoder(random_package, ids, target, case, policy):
-    decoder, package = random_package(target, replace(TINY, max_positions=CONTEXT, **CASES[case]))
+    decoder, package = random_package(target, changed(TINY, max_positions=CONTEXT, **CASES[case]))
     expected, dropped = _expected(decoder, ids, POLICIES[policy])
     assert dropped > 2 * CONTEXT
     with Session(package, context=CONTEXT, prefill_chunk=CHUNK, **POLICIES[policy]) as session:
@@ -92,7 +90,7 @@ def test_a_full_context_goes_on_like_the_decoder(random_package, ids, target, ca
 @pytest.mark.parametrize("positions", ["rotary-conjugate", "rotary-on-read", "none"])
 def test_dropping_what_no_query_sees_changes_nothing(random_package, ids, positions):
     """A model that looks back 16 tokens writes in a context of 40 what it writes in one that holds everything."""
-    decoder, package = random_package("onnx", replace(TINY, max_positions=TOKENS, positions=positions, window=16))
+    decoder, package = random_package("onnx", changed(TINY, max_positions=TOKENS, positions=positions, window=16))
     with torch.no_grad():
         expected = decoder(torch.tensor([ids]))[0][0].numpy()
     options = dict(overflow="window", sinks=0, window=16)
@@ -104,7 +102,7 @@ def test_dropping_what_no_query_sees_changes_nothing(random_package, ids, positi
 @pytest.mark.parametrize("cache", ["fp16", "int8"])
 def test_moved_rows_stay_close_in_a_rounded_cache(random_package, ids, cache):
     """A row that moves is rounded again: logits differ by a few roundings, not by a position."""
-    config = replace(TINY, max_positions=CONTEXT)
+    config = changed(TINY, max_positions=CONTEXT)
     decoder, package = random_package("onnx", config, cache)
     expected, _ = _expected(decoder, ids, POLICIES["window"])
     with Session(package, context=CONTEXT, prefill_chunk=CHUNK, **POLICIES["window"]) as session:
@@ -115,7 +113,7 @@ def test_moved_rows_stay_close_in_a_rounded_cache(random_package, ids, cache):
 
 
 def test_generation_goes_on_past_the_context(random_package, ids):
-    _, package = random_package("onnx", replace(TINY, max_positions=CONTEXT))
+    _, package = random_package("onnx", changed(TINY, max_positions=CONTEXT))
     with Session(package, context=CONTEXT, prefill_chunk=CHUNK, overflow="shift") as session:
         written = list(session.generate_tokens(ids[:30], 100, Sampling(temperature=0)))
         assert len(written) == 100 == len(session.generated)
@@ -125,7 +123,7 @@ def test_generation_goes_on_past_the_context(random_package, ids):
 
 
 def test_dropped_rows_are_gone_after_a_rewind_and_a_new_start(random_package, ids):
-    decoder, package = random_package("onnx", replace(TINY, max_positions=CONTEXT))
+    decoder, package = random_package("onnx", changed(TINY, max_positions=CONTEXT))
     with torch.no_grad():
         expected = decoder(torch.tensor([ids[:CONTEXT]]))[0][0].numpy()
     with Session(package, context=CONTEXT, prefill_chunk=CHUNK, overflow="shift", block=12) as session:
@@ -135,8 +133,8 @@ def test_dropped_rows_are_gone_after_a_rewind_and_a_new_start(random_package, id
 
 
 def test_options_that_cannot_work_are_refused(random_package):
-    _, package = random_package("onnx", replace(TINY, max_positions=CONTEXT))
-    _, learned = random_package("onnx", replace(TINY, max_positions=CONTEXT, positions="learned"))
+    _, package = random_package("onnx", changed(TINY, max_positions=CONTEXT))
+    _, learned = random_package("onnx", changed(TINY, max_positions=CONTEXT, positions="learned"))
     with pytest.raises(InputError, match="learned positions"):
         Session(learned, context=CONTEXT, overflow="shift")
     with Model(package) as model:

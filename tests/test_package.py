@@ -9,7 +9,8 @@ import shutil
 import pytest
 
 from edge_qkv import InputError, Package
-from edge_qkv.package import MANIFEST, encode, is_package_only, load_tokenizer
+from edge_qkv.package import FORMAT, MANIFEST, is_package_only
+from edge_qkv.tokenizer import encode, load_tokenizer
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_a_missing_or_shortened_file_is_named(name, package):
         (b"{}", "not a package manifest"),
         (b'{"format": 99}', "format 99"),
         (b'{"format": 1}', "format 1"),
-        (b'{"format": 2}', "expected an object"),
+        (f'{{"format": {FORMAT}}}'.encode(), "expected an object"),
     ],
 )
 def test_a_bad_manifest_is_refused(content, words, package):

@@ -19,7 +19,7 @@ import torch
 from conftest import needs
 from edge_qkv import ContextFull, ModelConfig, Package, Session, pack, plan
 from edge_qkv.checkpoints import read_checkpoint
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from edge_qkv.presets import preset
 from limits import run_in_budget
 from memory_probe import check, measure
@@ -33,7 +33,7 @@ LARGE = pytest.mark.skipif(
 EXPORT = """
 import json, sys
 from pathlib import Path
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 TARGETS[sys.argv[2]]("random:" + sys.argv[3], Path(sys.argv[1]), weights="int4", parity=False)
 peak = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
 print(json.dumps({"peak": int(peak.split()[1]) * 1024}))
@@ -127,7 +127,9 @@ def test_it_runs_in_a_hard_limit_equal_to_its_budget(package, capsys):
 
 
 def test_restoring_replaces_a_prefill(package, capsys):
-    figures = _json("-m", "edge_qkv.bench.package.restore", package, "--tokens", CONTEXT - 1, "--repeats", 3, "--json")
+    figures = _json(
+        "-m", "edge_qkv.bench.package.snapshots", package, "--tokens", CONTEXT - 1, "--repeats", 3, "--json"
+    )
     with capsys.disabled():
         restore, prefill = figures["restore_ms"]["median"], figures["prefill_seconds"]
         saved = f"{figures['snapshot_bytes']:,} bytes in {restore:.0f} ms"
@@ -170,7 +172,7 @@ def test_executorch_beside_onnxruntime(package, packed, tmp_path, capsys, layers
 
 def test_more_than_2_gib_exports_and_runs(tmp_path):
     """Beyond the size of one protobuf, and of what 32-bit offsets reach: fp32 weights against the eager decoder."""
-    config = ModelConfig(
+    config = ModelConfig.uniform(
         vocab_size=160_000,
         max_positions=64,
         layers=1,
@@ -184,7 +186,7 @@ def test_more_than_2_gib_exports_and_runs(tmp_path):
     )
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     checkpoint = f"random:{tmp_path / 'config.json'}"
-    TARGETS["onnx"](checkpoint, tmp_path / "package", weights="fp32", cache="fp32", parity=False)
+    export_package("onnx", checkpoint, tmp_path / "package", weights="fp32", cache="fp32", parity=False)
     assert (tmp_path / "package/model.onnx.data").stat().st_size > 1 << 31
     ids = [5, 159_999, 80_000, 7, 123_456]
     with torch.no_grad():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -12,9 +14,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from other_threads import check_every_method, check_soundness
 
 from edge_qkv import Cancelled, ContextFull, InputError, Model, Sampling, Session
 from edge_qkv.checkpoints import read_checkpoint
+from edge_qkv.tokenizer import stream_text
 
 CAPACITY, CHUNK = 96, 16
 LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)
@@ -103,8 +107,37 @@ def test_generation_at_capacity_says_so(session, ids):
     with pytest.raises(ContextFull):
         for token in session.generate_tokens([], 50, Sampling(temperature=0)):
             seen.append(token)
-    assert len(seen) == 6
+    assert len(seen) == 7  # the last one needs no row until something follows it
     assert session.tokens == ids[:90] + seen
+
+
+@pytest.mark.parametrize("length", [CAPACITY - 1, CAPACITY])
+def test_the_token_after_a_full_context_is_yielded(model, ids, expected, tmp_path, length):
+    """It is known without a further row; what must evaluate it says that the context is full, and rewinding helps."""
+    greedy = Sampling(temperature=0)
+    more = CAPACITY - length + 1
+    with Session(model, context=CAPACITY) as session:
+        seen = list(session.generate_tokens(ids[:length], more, greedy))
+        assert len(seen) == more and seen[0] == int(expected[length - 1].argmax())
+        assert session.tokens == ids[:length] + seen
+        for use in (
+            session.logits,
+            session.sample,
+            session.fork,
+            lambda: session.save(tmp_path / "saved"),
+            lambda: session.evaluate([1]),
+            lambda: session.score([1]),
+            lambda: next(session.generate_tokens([], 1, greedy)),
+        ):
+            with pytest.raises(ContextFull, match=rf"more tokens? do(es)? not fit: {CAPACITY} of the context"):
+                use()
+            assert session.tokens == ids[:length] + seen
+        session.rewind(CAPACITY)
+        session.save(tmp_path / "saved")
+        assert list(session.generate_tokens([], 1, greedy)) == seen[-1:]
+    with Session(model, context=CAPACITY) as other:
+        other.restore(tmp_path / "saved")
+        assert list(other.generate_tokens([], 1, greedy)) == seen[-1:]
 
 
 def test_greedy_is_the_largest_logit(session, ids, expected):
@@ -202,6 +235,76 @@ def test_streaming_text_and_stop_string(model, session, bytes_tokenizer):
     stop = whole[10:12]
     with Session(model, context=CAPACITY) as other:
         assert "".join(other.generate("abc", 40, greedy, stop=stop)) == whole[: whole.index(stop)]
+
+
+def test_a_conversation_ends_before_the_stop_string_that_ended_a_text(model, bytes_tokenizer, tmp_path):
+    """Wherever that begins, as it goes on at once and as it is saved."""
+    sampling = Sampling(temperature=1.2, top_k=0, top_p=1.0, seed=4)
+    with Session(model, context=CAPACITY) as session:
+        whole = "".join(session.generate("abc", 60, sampling))
+        pieces = stream_text(bytes_tokenizer, session.tokens[:3], session.generated)
+        boundaries = {0, *itertools.accumulate(map(len, pieces))}  # bytes that are no text come out several at once
+    assert len(whole) > 12 and len(boundaries) > 8
+    for begin in range(1, 12):
+        stop = whole[begin : begin + 2]
+        shown = whole[: whole.index(stop)]
+        with Session(model, context=CAPACITY) as session, Session(model, context=CAPACITY) as fresh:
+            assert "".join(session.generate("abc", 60, sampling, stop)) == shown
+            held = "".join(stream_text(bytes_tokenizer, session.tokens[:3], session.generated))
+            assert shown.startswith(held) and len(held) == max(end for end in boundaries if end <= len(shown))
+            tokens = session.tokens
+            assert tokens == bytes_tokenizer.encode("abc").ids + session.generated
+            session.save(tmp_path / "saved")
+            fresh.evaluate(tokens)
+            following = list(fresh.generate_tokens([], 5, Sampling(temperature=0)))
+            assert list(session.generate_tokens([], 5, Sampling(temperature=0))) == following
+            fresh.restore(tmp_path / "saved")
+            assert fresh.tokens == tokens
+            assert list(fresh.generate_tokens([], 5, Sampling(temperature=0))) == following
+
+
+@pytest.mark.parametrize("options", [{}, {"overflow": "shift", "block": 20}], ids=["error", "shift"])
+def test_tokens_are_taken_back_to_any_length(model, ids, options):
+    with Session(model, 40, CHUNK, **options) as session, Session(model, CAPACITY) as fresh:
+        for count in (0, 1, 2, 7, 39, 1000):
+            session.rewind(0)
+            given = list(session.generate_tokens(ids[:30], 30 if options else 10, Sampling(seed=2)))
+            before = session.tokens
+            session.take_back(count)
+            assert session.tokens == before[: max(0, len(before) - count)]
+            assert session.generated == given[: max(0, len(given) - count)]
+            if session.tokens and not options:
+                fresh.rewind(0)
+                fresh.evaluate(session.tokens)
+                np.testing.assert_allclose(session.logits(), fresh.logits(), atol=TOLERANCE)
+        with pytest.raises(InputError, match="tokens to take back"):
+            session.take_back(-1)
+
+
+def test_a_second_thread_is_refused_by_every_method(model, ids, tmp_path):
+    with Session(model, CAPACITY, CHUNK) as session:
+        check_every_method(session, tmp_path / "saved", ids[:40])
+
+
+def test_threads_that_share_a_session_leave_it_sound(model, ids, tmp_path):
+    with Session(model, CAPACITY, CHUNK) as session:
+        check_soundness(session, tmp_path / "saved", ids)
+
+
+def test_a_package_may_be_opened_by_a_relative_path(tiny_package, tmp_path, monkeypatch):
+    """And the current directory change afterwards: the tokenizer is read, and caches are moved to files, later."""
+    shutil.copytree(tiny_package, tmp_path / "here/package")
+    (tmp_path / "here/spill").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with Model("package", memory="64MB", spill="spill", context=CAPACITY) as model, Session(model, CAPACITY) as session:
+        monkeypatch.chdir(tmp_path)
+        session.evaluate([1, 2, 3])
+        logits = session.logits()
+        model.trim("all")
+        assert len("".join(session.generate("abc", 8, Sampling(temperature=0)))) > 0
+        session.rewind(2)
+        session.evaluate([3])
+        np.testing.assert_allclose(session.logits(), logits, atol=TOLERANCE)
 
 
 def test_cancel_from_another_thread_stops_a_generation(model):
@@ -327,7 +430,7 @@ def test_a_token_that_was_yielded_is_in_the_cache_once_after_an_interruption(mod
 
 
 def test_a_signal_handler_may_close_a_session_that_is_in_a_call(model, ids, alarm):
-    said = []
+    sentences = []
 
     def handler(*_) -> None:
         for use in (session.logits, lambda: session.rewind(0), lambda: session.tokens):
@@ -336,11 +439,11 @@ def test_a_signal_handler_may_close_a_session_that_is_in_a_call(model, ids, alar
         try:
             session.save(os.devnull)
         except InputError as error:
-            said.append(str(error))
+            sentences.append(str(error))
         session.close()
 
     closed = 0
-    while not any("in a call of this thread" in sentence for sentence in said):
+    while not any("in a call of this thread" in sentence for sentence in sentences):
         session = Session(model, context=CAPACITY, prefill_chunk=CAPACITY)
         alarm(handler, 0.02)
         with pytest.raises(InputError, match="the session is closed"):
@@ -349,7 +452,7 @@ def test_a_signal_handler_may_close_a_session_that_is_in_a_call(model, ids, alar
                 session.evaluate(ids)
                 session.logits()
         closed += 1
-        assert closed < 50, said
+        assert closed < 50, sentences
 
 
 def test_a_cancelled_generation_keeps_what_it_yielded(model):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from conftest import TINY, write_checkpoint
+from conftest import TINY, changed, write_checkpoint
 from edge_qkv import ContextFull, InputError, Model, Sampling, Session
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 
 CONTEXT, CHUNK = 96, 16
 LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CONTEXT - 1, CONTEXT)
@@ -27,8 +26,8 @@ def packages(tmp_path_factory):
         "fp32": (TINY, "fp32"),
         "fp16": (TINY, "fp16"),
         "int8": (TINY, "int8"),
-        "separate V": (replace(TINY, sharing="qkv", kv_heads=2, positions="rotary-on-read"), "fp16"),
-        "separate V int8": (replace(TINY, sharing="qkv", kv_heads=4, positions="learned"), "int8"),
+        "separate V": (changed(TINY, sharing="qkv", kv_heads=2, positions="rotary-on-read"), "fp16"),
+        "separate V int8": (changed(TINY, sharing="qkv", kv_heads=4, positions="learned"), "int8"),
     }
     made: dict = {}
 
@@ -37,7 +36,7 @@ def packages(tmp_path_factory):
             folder = tmp_path_factory.mktemp("snapshot")
             config, cache = configs[name]
             checkpoint = write_checkpoint(folder / "checkpoint", config)
-            TARGETS["onnx"](str(checkpoint), folder / "package", weights="int4", cache=cache, parity=False)
+            export_package("onnx", str(checkpoint), folder / "package", weights="int4", cache=cache, parity=False)
             made[name] = folder / "package"
         return made[name]
 
@@ -109,7 +108,7 @@ def test_what_does_not_belong_is_refused_and_changes_nothing(packages, ids, tmp_
         session.save(file)
     good = file.read_bytes()
     other_weights = write_checkpoint(tmp_path / "checkpoint", TINY, seed=1)
-    TARGETS["onnx"](str(other_weights), tmp_path / "other", weights="int4", cache="fp16", parity=False)
+    export_package("onnx", str(other_weights), tmp_path / "other", weights="int4", cache="fp16", parity=False)
     for package, words in ((tmp_path / "other", "another model"), (packages("int8"), "another model")):
         with Session(package, context=CONTEXT) as session, pytest.raises(InputError, match=words):
             session.restore(file)

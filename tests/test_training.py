@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,6 +47,7 @@ def test_training_learns_and_writes_a_checkpoint(data, tmp_path, capsys):
         "held-out.txt",
         "model.safetensors",
         "tokenizer.json",
+        "training-state.pt",
         "training.json",
     ]
     checkpoint = read_checkpoint(str(tmp_path / "out"))
@@ -59,31 +64,141 @@ def test_training_learns_and_writes_a_checkpoint(data, tmp_path, capsys):
     )
 
 
-def test_a_stopped_run_goes_on_exactly(data, tmp_path, monkeypatch):
-    """Stopped by Ctrl-C in the middle of a step, the weights are those of an unbroken run."""
-    import edge_qkv.training as training
+@pytest.fixture(autouse=True)
+def not_in_the_background():
+    """A shell ignores SIGINT for what it runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
-    train(data, tmp_path / "whole", RECIPE, OPTIONS, 300, "fp32")
-    calls = 0
-    real = torch.nn.utils.clip_grad_norm_
+
+def stop_at(monkeypatch, step: int, *signals: int) -> None:
+    """Sends this process signals in the middle of a step."""
+    calls, real = 0, torch.nn.utils.clip_grad_norm_
 
     def interrupted(*arguments):
         nonlocal calls
         calls += 1
-        if calls == 6:
-            os.kill(os.getpid(), signal.SIGINT)  # in the middle of the sixth step
+        if calls == step:
+            for each in signals:
+                os.kill(os.getpid(), each)
         return real(*arguments)
 
-    monkeypatch.setattr(training.torch.nn.utils, "clip_grad_norm_", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train(data, tmp_path / "broken", RECIPE, OPTIONS, 300, "fp32")
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", interrupted)
+
+
+def weights(directory):
+    return load_file(directory / "model.safetensors")
+
+
+def equal(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A finished run, not to be changed."""
+    output = tmp_path_factory.mktemp("whole")
+    train(data, output, RECIPE, OPTIONS, 300, "fp32")
+    return output
+
+
+@pytest.mark.parametrize(
+    ("signals", "handler"),
+    [
+        ([signal.SIGINT], signal.default_int_handler),
+        ([signal.SIGTERM], signal.default_int_handler),  # as the command line has it
+        ([signal.SIGTERM], lambda *_: None),
+        ([signal.SIGTERM, signal.SIGTERM], lambda *_: None),
+        ([signal.SIGINT, signal.SIGTERM], lambda *_: None),
+    ],
+)
+def test_a_stopped_run_goes_on_exactly(signals, handler, whole, data, tmp_path, monkeypatch):
+    """Stopped in the middle of the sixth step, the last evaluation being at the fourth."""
+    before = {each: signal.signal(each, handler) for each in set(signals)}
+    try:
+        stop_at(monkeypatch, 6, *signals)
+        with pytest.raises(KeyboardInterrupt):
+            train(data, tmp_path / "broken", RECIPE, OPTIONS, 300, "fp32")
+        assert all(signal.getsignal(each) is handler for each in before)
+    finally:
+        for each, was in before.items():
+            signal.signal(each, was)
     monkeypatch.undo()
+    assert torch.load(tmp_path / "broken/training-state.pt")["state"]["step"] == 6
     assert not (tmp_path / "broken/model.safetensors").exists()
     with pytest.raises(InputError, match="other options"):
         train(data, tmp_path / "broken", Recipe(steps=9), OPTIONS, 300, "fp32")
     train(data, tmp_path / "broken", RECIPE, OPTIONS, 300, "fp32")
-    whole, broken = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "broken"))
-    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    assert equal(weights(whole), weights(tmp_path / "broken"))
+
+
+@pytest.mark.parametrize(("call", "code"), [("main", 130), ("train", -signal.SIGTERM)])
+def test_a_process_that_is_ended_saves_its_last_step(call, code, data, tmp_path):
+    """By SIGTERM, as Docker and Slurm do: the command line, and a program that has no handler for it."""
+    program = f"""
+import os, signal, torch
+from pathlib import Path
+from edge_qkv.cli import main
+from edge_qkv.recipe import Recipe
+from edge_qkv.training import train
+real, left = torch.nn.utils.clip_grad_norm_, [None] * 2
+def ended(*arguments):
+    left.pop() if left else os.kill(os.getpid(), signal.SIGTERM)
+    return real(*arguments)
+torch.nn.utils.clip_grad_norm_ = ended
+if {call!r} == "main":
+    options = "--layers 1 --width 32 --heads 4 --mlp-width 48 --vocab-size 300 --context 32 --batch 2".split()
+    raise SystemExit(main(["train", "--data", {str(data)!r}, "--output", "out", *options]))
+train(Path({str(data)!r}), Path("out"), Recipe(batch=2, context=32), {OPTIONS!r}, 300, "fp32")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == code, ended.stderr
+    assert torch.load(tmp_path / "out/training-state.pt")["state"]["step"] == 3
+
+
+def test_an_ignored_signal_stays_ignored(whole, data, tmp_path, monkeypatch):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        stop_at(monkeypatch, 6, signal.SIGTERM)
+        train(data, tmp_path / "out", RECIPE, OPTIONS, 300, "fp32")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert equal(weights(whole), weights(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("stopped_at", [None, 3, 7])
+def test_a_run_is_extended(stopped_at, whole, data, tmp_path, monkeypatch, capsys):
+    """A finished or stopped one goes on with more steps, on the longer schedule; and may be stopped in them."""
+    output = tmp_path / "out"
+    if stopped_at is None:
+        shutil.copytree(whole, output)
+    else:
+        stop_at(monkeypatch, stopped_at, signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            train(data, output, RECIPE, OPTIONS, 300, "fp32")
+        monkeypatch.undo()
+    done = stopped_at or RECIPE.steps
+    longer = replace(RECIPE, steps=12)
+    for fewer in range(1, RECIPE.steps):
+        with pytest.raises(InputError, match=f"--steps {fewer}: the run in .* is one of 8; give as many or more"):
+            train(data, output, replace(RECIPE, steps=fewer), OPTIONS, 300, "fp32")
+    capsys.readouterr()
+    stop_at(monkeypatch, 2, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(data, output, longer, OPTIONS, 300, "fp32")
+    monkeypatch.undo()
+    assert "the schedule of 8 steps becomes one of 12" in capsys.readouterr().out
+    report = train(data, output, longer, OPTIONS, 300, "fp32")
+    assert [row["step"] for row in report["history"]] == [4, 8, 12]
+    assert report["recipe"]["steps"] == 12 and report["extended_at"] == [done]
+    trained = weights(output)
+    assert not equal(trained, weights(whole)) and all(tensor.isfinite().all() for tensor in trained.values())
+    with pytest.raises(InputError, match="holds a finished checkpoint of 12 steps; give more --steps"):
+        train(data, output, longer, OPTIONS, 300, "fp32")
+    (output / "training-state.pt").unlink()
+    with pytest.raises(InputError, match=r"without the training-state\.pt"):
+        train(data, output, replace(longer, steps=16), OPTIONS, 300, "fp32")
 
 
 def test_a_finished_or_foreign_directory_is_left_alone(data, tmp_path, capsys):
@@ -103,15 +218,7 @@ def test_a_finished_or_foreign_directory_is_left_alone(data, tmp_path, capsys):
 
 
 def test_an_unfinished_run_is_bound_to_its_data(data, tmp_path, monkeypatch):
-    import edge_qkv.training as training
-
-    real = torch.nn.utils.clip_grad_norm_
-
-    def interrupted(*arguments):
-        os.kill(os.getpid(), signal.SIGINT)
-        return real(*arguments)
-
-    monkeypatch.setattr(training.torch.nn.utils, "clip_grad_norm_", interrupted)
+    stop_at(monkeypatch, 1, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         train(data, tmp_path / "out", RECIPE, OPTIONS, 300, "fp16")
     monkeypatch.undo()

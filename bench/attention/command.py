@@ -29,6 +29,7 @@ from edge_qkv.bench.peers.targets import Target, as_table
 from edge_qkv.bench.results import Result
 from edge_qkv.checks import MOST_CHUNK, thread_count, whole
 from edge_qkv.errors import InputError
+from edge_qkv.processors import processors
 
 DEPTHS = 1024, 8192, 32768
 LAYERS = 22
@@ -220,7 +221,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"{name} is not installed; install it with `pip install {name}`")
     depths = sorted({whole(depth, "--depths", 0, 1 << 20) for depth in arguments.depths})
-    threads = sorted({thread_count(count) or machine.cores() for count in arguments.threads})
+    threads = sorted({thread_count(count) or processors() for count in arguments.threads})
     repeats, tokens = whole(arguments.repeats, "--repeats", 1), whole(arguments.tokens, "--tokens", 1, MOST_CHUNK)
     layers, limit = whole(arguments.layers, "--layers", 1, 1024), arguments.seconds
     if not 0 < limit < 1e6:

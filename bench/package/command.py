@@ -19,15 +19,14 @@ from edge_qkv.bench.common import add_measuring, add_output, command_line, prepa
 from edge_qkv.bench.figures import figure
 from edge_qkv.bench.package.measurements import Request, packed_files
 from edge_qkv.bench.package.processes import Processes, plainest_kernel
-from edge_qkv.bench.package.random import default_directory, named_config, random_package
+from edge_qkv.bench.package.random_weights import default_directory, named_config, random_package
 from edge_qkv.bench.package.speed import TOKENS
 from edge_qkv.bench.results import Result
 from edge_qkv.checks import thread_count, whole
 from edge_qkv.config import CACHE_BYTES
-from edge_qkv.engines import NATIVE
 from edge_qkv.package import MANIFEST
 from edge_qkv.presets import PRESETS
-from edge_qkv.stored import STORAGE, WEIGHTS
+from edge_qkv.targets import TARGETS, WEIGHTS
 
 DEPTHS = 0, 1024, 4096, 8192, 16384, 32767
 PROMPTS = 16, 128, 512, 2048
@@ -42,6 +41,7 @@ examples:
   edge-qkv bench 1.2B/Q-MQA --target executorch   a published size with random weights, exported first (needs torch)
   edge-qkv bench compare a/bench.json b/bench.json    results of several devices or packages in one table and plot
   edge-qkv bench variants 1.2B                    what sharing keys and values saves: cache bytes and decode speed
+  edge-qkv bench quality                          what sharing costs: perplexity of small models, trained alike
   edge-qkv bench engines onnx executorch          packages side by side, taking turns
   edge-qkv bench peers                            a model of 1.2B beside llama.cpp and ONNX Runtime alone, and targets
   edge-qkv bench attention                        the attention operator beside ONNX Runtime's and ExecuTorch's
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def add_random(parser: argparse.ArgumentParser) -> None:
     """The options of packages that are exported first."""
     add = parser.add_argument
-    add("--target", choices=tuple(STORAGE), help="of a config: engine; default: onnx")
+    add("--target", choices=tuple(TARGETS), help="of a config: engine; default: onnx")
     add("--weights", choices=WEIGHTS, help="of a config: weight type; default: int4")
     add("--cache", choices=tuple(CACHE_BYTES), help="of a config: cache type; default: fp16")
     add(
@@ -272,9 +272,9 @@ def _decode(bench: Bench) -> dict[str, Any]:
 def verified(bench: Bench, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The decoded tokens of `rows` beside the reference's; raises `EdgeQKVError`, naming the first that is wrong."""
     of = bench.reference or bench.package
-    kernel = plainest_kernel() if of.target in NATIVE else None
-    said = [(row["depth"], row["tokens"]) for row in rows]
-    fields: dict[str, Any] = {"said": said}
+    kernel = plainest_kernel() if TARGETS[of.target].native else None
+    decoded = [(row["depth"], row["tokens"]) for row in rows]
+    fields: dict[str, Any] = {"decoded": decoded}
     if bench.reference:
         fields |= {"package": str(of.path), "packed": None}
     found = bench.measure("verify", "the reference's tokens", kernel, **fields)

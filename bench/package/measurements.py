@@ -20,7 +20,7 @@ import numpy as np
 from edge_qkv import EdgeQKVError, Model, Session, _native, pack
 from edge_qkv.bench.common import command_line, run
 from edge_qkv.bench.figures import figure, repeat, seconds
-from edge_qkv.bench.package import page_cache, restore, speed
+from edge_qkv.bench.package import page_cache, snapshots, speed
 from edge_qkv.packing import is_packed
 
 PREFILL = 64  # tokens that `check` and `speed` read
@@ -41,7 +41,7 @@ class Request:
     repeats: int = 1
     limit: float = 1e9  # seconds after which nothing is repeated
     lengths: list[int] = field(default_factory=list)  # of prompts
-    said: list[tuple[int, list[int]]] = field(default_factory=list)  # depths, and the tokens that were decoded there
+    decoded: list[tuple[int, list[int]]] = field(default_factory=list)  # depths, and the tokens that were decoded there
 
 
 def measure(request: Request) -> dict:
@@ -50,7 +50,7 @@ def measure(request: Request) -> dict:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """One measurement, in this process: the fields of a Request as JSON -> what was found as JSON."""
-    parser = command_line("one_package", "For edge-qkv bench itself: one measurement in this process.")
+    parser = command_line("measurement", "For edge-qkv bench itself: one measurement in this process.")
     parser.add_argument("request")
     return run(parser, _print, argv)
 
@@ -160,9 +160,9 @@ def _decode(request: Request) -> dict:
     with _opened(request) as model, _deep_session(model, request) as session:
         loaded = _beyond(before, session)
         for depth in sorted(request.depths):
-            found, said = speed.decode(session, depth, request.repeats, request.limit)
+            found, tokens = speed.decode(session, depth, request.repeats, request.limit)
             memory = _beyond(before, session)
-            rows.append({"depth": depth, "tokens": said, "ms_per_token": figure(found), "memory": memory})
+            rows.append({"depth": depth, "tokens": tokens, "ms_per_token": figure(found), "memory": memory})
             session.rewind(depth)
     return {"loaded": loaded, "depths": rows}
 
@@ -170,7 +170,7 @@ def _decode(request: Request) -> dict:
 def _verify(request: Request) -> dict:
     """The tokens that were decoded, beside what this package says when it reads them as chunks."""
     with _opened(request) as model, _deep_session(model, request) as session:
-        return speed.verify(session, request.said)
+        return speed.verify(session, request.decoded)
 
 
 def _prefill(request: Request) -> dict:
@@ -200,7 +200,7 @@ def _threads(request: Request) -> dict:
 def _restore(request: Request) -> dict:
     (depth,) = request.depths
     with _opened(request) as model, tempfile.TemporaryDirectory() as folder:
-        return restore.measure(model, max(1, depth), Path(folder), request.repeats, whole=False)
+        return snapshots.measure(model, max(1, depth), Path(folder), request.repeats, whole=False)
 
 
 def _speed(request: Request) -> dict:
@@ -252,7 +252,7 @@ def _opened(request: Request) -> Iterator[Model]:
 
 def _deep_session(model: Model, request: Request) -> Session:
     """With room for the tokens that are decoded at the deepest depth, as far as the model goes."""
-    depths = request.depths or [depth for depth, _ in request.said]
+    depths = request.depths or [depth for depth, _ in request.decoded]
     return Session(model, context=request.context or min(max(depths) + speed.TOKENS, model.info.context))
 
 

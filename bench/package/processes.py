@@ -29,7 +29,7 @@ class Processes:
         self.total, self.started = total, 0
 
     def measure(self, request: Request, what: str, kernel: str | None = None) -> dict:
-        """What `one_package` finds, with the attention kernel of one instruction set where it is given.
+        """What `measurements` finds, with the attention kernel of one instruction set where it is given.
 
         Raises `EdgeQKVError` in one sentence, whatever the process died of.
         """
@@ -44,7 +44,7 @@ class Processes:
             raise KeyboardInterrupt
         last = (done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"])[-1]
         if done.returncode == 2:
-            raise EdgeQKVError(last.removeprefix(f"{PROGRAM} one_package: "))
+            raise EdgeQKVError(last.removeprefix(f"{PROGRAM} measurement: "))
         what = f"killed by signal {-done.returncode}" if done.returncode < 0 else one_line(Exception(last))
         raise EdgeQKVError(
             f"{request.package}: its process failed during {request.kind} ({what}); close what needs memory and try "

@@ -46,36 +46,36 @@ def decode(session: Session, depth: int, repeats: int, limit: float) -> tuple[li
     session.set_sampling(_GREEDY)
     session.fill(depth)
     count = min(TOKENS, session.context - depth)
-    _, said = _run(session, depth, count)  # warm: pages of the weights, threads
+    _, decoded = _run(session, depth, count)  # warm: pages of the weights, threads
 
     def once() -> float:
         times: list[float] = []
         while len(times) < TOKENS:
             found, again = _run(session, depth, count)
-            if again != said:
+            if again != decoded:
                 raise EdgeQKVError(
-                    f"{session.model.package.path}: decoded {again} at depth {depth:,} after {said} at the same depth, "
-                    "so its speed means nothing"
+                    f"{session.model.package.path}: decoded {again} at depth {depth:,} after {decoded} at the same "
+                    "depth, so its speed means nothing"
                 )
             times += found
         return median(times) * 1e3
 
-    return repeat(once, repeats, limit), said
+    return repeat(once, repeats, limit), decoded
 
 
 def _run(session: Session, depth: int, count: int) -> tuple[list[float], list[int]]:
     session.rewind(depth)
-    token, times, said = FIRST, [], []
+    token, times, decoded = FIRST, [], []
     for _ in range(count):
         began = time.perf_counter()
         session.evaluate([token])
         token = session.sample()
         times.append(time.perf_counter() - began)
-        said.append(token)
-    return times, said
+        decoded.append(token)
+    return times, decoded
 
 
-def verify(session: Session, said: Sequence[tuple[int, Sequence[int]]]) -> dict[str, Any]:
+def verify(session: Session, decoded: Sequence[tuple[int, Sequence[int]]]) -> dict[str, Any]:
     """Compares decoded tokens with what the session says when it reads those of a depth as one chunk.
 
     A token is right where no other has a logit that is higher by more than twice the tolerance (either logit may be off
@@ -84,7 +84,7 @@ def verify(session: Session, said: Sequence[tuple[int, Sequence[int]]]) -> dict[
     model = session.model
     allowed = 2 * tolerance(model)
     equal, largest, total = 0, 0.0, 0
-    for depth, tokens in said:
+    for depth, tokens in decoded:
         session.fill(depth)
         logits = session.score([FIRST, *tokens[:-1]])  # [n, V]
         same, short = compared(logits, tokens, allowed, depth, str(model.package.path))

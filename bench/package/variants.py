@@ -20,7 +20,7 @@ from edge_qkv.bench.common import add_measuring, add_output, command_line, prepa
 from edge_qkv.bench.figures import written
 from edge_qkv.bench.package.command import SECONDS, Bench, add_random, checked_depths, exported, reachable, verified
 from edge_qkv.bench.package.processes import Processes
-from edge_qkv.bench.package.random import named_config
+from edge_qkv.bench.package.random_weights import named_config
 from edge_qkv.bench.results import Result
 from edge_qkv.checks import thread_count, whole
 from edge_qkv.presets import PRESETS, apply_variant

@@ -21,7 +21,7 @@ from edge_qkv.bench.common import add_measuring, add_output, command_line, prepa
 from edge_qkv.bench.figures import figure, rate
 from edge_qkv.bench.package import speed
 from edge_qkv.bench.package.command import checked_depths
-from edge_qkv.bench.package.random import default_directory, named_config, random_package
+from edge_qkv.bench.package.random_weights import default_directory, named_config, random_package
 from edge_qkv.bench.peers import report as peers_report
 from edge_qkv.bench.peers.process import PeerDied, PeerProcess
 from edge_qkv.bench.peers.report import NO_FLASH, OURS, OURS_TOO
@@ -33,7 +33,7 @@ from edge_qkv.presets import apply_variant
 MODEL = "1.2B/Q-MQA"
 DEPTHS = 0, 1024, 4096, 8192, 16384, 32767
 PROMPTS = 512, 4096, 16384
-SECONDS, PATIENCE = 10.0, 900.0
+SECONDS, PROMPT_SECONDS = 10.0, 900.0
 _LONG, _SHORT = 1 << 30, 1024
 _ALIKE = 64  # tokens of the prompt after which all engines of the same weights should say the same
 _OTHER_MODEL = 0.7  # standard deviations between logits; those of models that have nothing in common are at 1.4
@@ -84,9 +84,10 @@ contestants, each a process of its own that waits while the others have their tu
 
 The cache is filled with noise up to a depth. Decoding is greedy; "x" is how many times as long as the first it takes,
 the median of the rounds (least..most). An engine whose tokens take longer than --seconds at a depth is not measured
-deeper, and a prompt that would take longer than --patience is left out: nothing is extrapolated. Each engine reads what
-it has decoded once more as a chunk, and ends the benchmark where it then says something else. Engines that are not
-installed are left out, with a note. Long prompts are for those of the same weights. Packages stay in --directory.
+deeper, and a prompt that would take longer than --prompt-seconds is left out: nothing is extrapolated. Each engine
+reads what it has decoded once more as a chunk, and ends the benchmark where it then says something else. Engines that
+are not installed are left out, with a note. Long prompts are for those of the same weights. Packages stay in
+--directory.
 
 examples:
   edge-qkv bench peers --output peers             the 1.2B configuration: 40 minutes, 6 GB of packages, 16 GB of memory
@@ -95,7 +96,7 @@ examples:
 
 
 @dataclass
-class Taking:
+class Participant:
     """A contestant that takes part, and what was found of it."""
 
     contestant: Contestant
@@ -104,7 +105,7 @@ class Taking:
     lengths: list[int]
     process: PeerProcess | None = None
     decode: dict[int, list[float]] = field(default_factory=dict)  # depth -> milliseconds a token, of each round
-    said: dict[int, list[int]] = field(default_factory=dict)
+    decoded: dict[int, list[int]] = field(default_factory=dict)
     verified: list[int] = field(default_factory=lambda: [0, 0])  # tokens that are equal, of how many
     memory: dict[int, dict[str, int]] = field(default_factory=dict)
     prefill: dict[int, list[float]] = field(default_factory=dict)  # length -> seconds, of each round
@@ -125,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_output(parser, "bench.json and bench.md")
     add_measuring(parser, 5, "rounds")
     add("--seconds", type=float, default=SECONDS, help="after which no round is added; default: %(default)s")
-    add("--patience", type=float, default=PATIENCE, help="seconds that one prompt may take; default: %(default)s")
+    add("--prompt-seconds", type=float, default=PROMPT_SECONDS, help="most for one prompt; default: %(default)s")
     add("--depths", type=int, nargs="+", metavar="N", help=f"tokens in the cache; default: {_listed(DEPTHS)}")
     add("--prompts", type=int, nargs="*", metavar="N", help=f"tokens of the prompts; default: {_listed(PROMPTS)}")
     add("--only", nargs="+", metavar="NAME", help="contestants whose name holds one of these words")
@@ -145,9 +146,9 @@ def _peers(arguments: argparse.Namespace) -> None:
     if config is None:
         raise InputError(f"{name}: is no config such as {MODEL}, and no config.json")
     rounds, threads = whole(arguments.repeats, "--repeats", 1), thread_count(arguments.threads)
-    for option in ("seconds", "patience"):
-        if not 0 < getattr(arguments, option) < 1e6:
-            raise InputError(f"--{option} {getattr(arguments, option)}: must be above 0 and below 1,000,000")
+    for option, value in (("seconds", arguments.seconds), ("prompt-seconds", arguments.prompt_seconds)):
+        if not 0 < value < 1e6:
+            raise InputError(f"--{option} {value}: must be above 0 and below 1,000,000")
     depths, most = checked_depths(config, name, arguments.depths, DEPTHS), config.max_positions
     if arguments.prompts is None:
         lengths = [n for n in PROMPTS if n <= most]
@@ -161,17 +162,17 @@ def _peers(arguments: argparse.Namespace) -> None:
     result = Result("peers", arguments.output, machine=machine.describe(), options=options, model=name)
     directory = arguments.directory or default_directory()
     with result.kept(), ExitStack() as stack:
-        taking, left_out = _opened(chosen, name, config, directory, depths, lengths, threads, stack)
-        _compare_logits(taking)
-        _add_perplexity(taking, directory)
+        participants, left_out = _opened(chosen, name, config, directory, depths, lengths, threads, stack)
+        _compare_logits(participants)
+        _add_perplexity(participants, directory)
         result.add("left_out", left_out)
         for depth in depths:
-            _decode(taking, depth, rounds, arguments.seconds)
-            result.add("contestants", [as_json(one) for one in taking])
+            _decode(participants, depth, rounds, arguments.seconds)
+            result.add("contestants", [as_json(one) for one in participants])
         for i, length in enumerate(lengths):
             before = lengths[i - 1] if i else None
-            _prefill(taking, length, before, rounds, arguments.seconds, arguments.patience)
-            result.add("contestants", [as_json(one) for one in taking])
+            _prefill(participants, length, before, rounds, arguments.seconds, arguments.prompt_seconds)
+            result.add("contestants", [as_json(one) for one in participants])
         result.add("targets", peers_report.targets_as_json(result.content))
     content = result.finish()
     parts = peers_report.parts(content)
@@ -192,9 +193,9 @@ def _opened(
     lengths: list[int],
     threads: int,
     stack: ExitStack,
-) -> tuple[list[Taking], list[dict[str, str]]]:
+) -> tuple[list[Participant], list[dict[str, str]]]:
     """Exports what is missing, and starts the engines; and those that are left out, and why."""
-    taking, left_out = [], []
+    participants, left_out = [], []
     for contestant in chosen:
         try:
             one = _package(contestant, name, config, directory, depths, lengths)
@@ -207,8 +208,8 @@ def _opened(
             say(f"{contestant.name} is left out: {error}")
             left_out.append({"name": contestant.name, "why": str(error)})
         else:
-            taking.append(one)
-    return taking, left_out
+            participants.append(one)
+    return participants, left_out
 
 
 def _package(
@@ -218,7 +219,7 @@ def _package(
     directory: Path,
     depths: list[int],
     lengths: list[int],
-) -> Taking:
+) -> Participant:
     if contestant.needs and importlib.util.find_spec(contestant.needs) is None:
         raise InputError(f"{contestant.needs} is not installed")
     name = Path(name).stem if name.endswith(".json") else name
@@ -228,19 +229,19 @@ def _package(
     # llama.cpp takes a cache of noise as a copy of copies: five of it are there at a time.
     a_token, available = package.cache_bytes_per_token * 5, (machine.available_memory() or 1 << 40) // 2
     lengths = [n for n in lengths if n <= contestant.longest]
-    one = Taking(contestant, package, *([n for n in ns if n * a_token <= available] for ns in (depths, lengths)))
+    one = Participant(contestant, package, *([n for n in ns if n * a_token <= available] for ns in (depths, lengths)))
     for what, asked, held in (("depth", depths, one.depths), ("prompt", lengths, one.lengths)):
         if missing := sorted({*asked} - {*held}):
             one.notes.append(f"{what} {missing[0]:,} and beyond left out: too little memory")
     return one
 
 
-def _compare_logits(taking: Sequence[Taking]) -> None:
+def _compare_logits(participants: Sequence[Participant]) -> None:
     """How far each engine of the same weights is from the first after the same prompt, in standard deviations.
 
     They round the weights in other ways, and random weights make the most of it.
     """
-    first, *others = taking
+    first, *others = participants
     vocab_size, model = first.package.config.vocab_size, first.package.config
     length = min(_ALIKE, model.max_positions)
     want = np.array(first.process.ask("logits", length, vocab_size))
@@ -257,9 +258,9 @@ def _compare_logits(taking: Sequence[Taking]) -> None:
                 )
 
 
-def _add_perplexity(taking: Sequence[Taking], directory: Path) -> None:
+def _add_perplexity(participants: Sequence[Participant], directory: Path) -> None:
     found: dict[tuple[str, str], float] = {}
-    for one in taking:
+    for one in participants:
         form = one.contestant.target, one.contestant.weights
         if form not in found:
             found[form] = perplexity_change(*form, directory)
@@ -269,47 +270,48 @@ def _add_perplexity(taking: Sequence[Taking], directory: Path) -> None:
 # ---- what is measured ----
 
 
-def _turns(taking: Sequence[Taking], rounds: int) -> Iterator[Taking]:
+def _turns(participants: Sequence[Participant], rounds: int) -> Iterator[Participant]:
     """Who is next, every other round in the opposite order."""
     for turn in range(rounds):
-        yield from taking[:: 1 if turn % 2 == 0 else -1]
+        yield from participants[:: 1 if turn % 2 == 0 else -1]
 
 
-def _decode(taking: Sequence[Taking], depth: int, rounds: int, seconds: float) -> None:
-    for one in taking:
+def _decode(participants: Sequence[Participant], depth: int, rounds: int, seconds: float) -> None:
+    for one in participants:
         if depth not in one.depths:
             continue
         say(f"decode at {depth:,}: filling the cache of {one.contestant.name}")
         with _while_it_lives(one, depth):
             one.process.ask("depth", depth)
             count = min(speed.TOKENS, one.package.config.max_positions - depth)
-            took, one.said[depth] = one.process.ask("decode", depth, count)  # warm: pages of the weights, threads
+            took, one.decoded[depth] = one.process.ask("decode", depth, count)  # warm: pages of the weights, threads
             # Where a round takes too long, this one will do.
             one.decode[depth] = [took] if took * speed.TOKENS > seconds * 1e3 else []
     say(f"decode at {depth:,}: {rounds} rounds")
-    for one in _turns([one for one in taking if one.decode.get(depth) == []], rounds):
+    for one in _turns([one for one in participants if one.decode.get(depth) == []], rounds):
         if depth not in one.depths:
             continue
         with _while_it_lives(one, depth):
-            took, said = one.process.ask("decode", depth, len(one.said[depth]))
-            if said != one.said[depth]:
-                raise EdgeQKVError(f"{one.contestant.name}: decoded {said} at depth {depth:,} after {one.said[depth]}")
+            first = one.decoded[depth]
+            took, tokens = one.process.ask("decode", depth, len(first))
+            if tokens != first:
+                raise EdgeQKVError(f"{one.contestant.name}: decoded {tokens} at depth {depth:,} after {first}")
             one.decode[depth].append(took)
-    for one in taking:
+    for one in participants:
         if depth not in one.depths:
             continue
         with _while_it_lives(one, depth):
             one.memory[depth] = one.process.ask("memory")
-            said, allowed = one.said[depth], 2 * speed.ROUNDED_TOLERANCE
-            equal, _ = one.process.ask("verify", depth, said, allowed, one.contestant.name)
-            one.verified = [one.verified[0] + equal, one.verified[1] + len(said)]
+            decoded, allowed = one.decoded[depth], 2 * speed.ROUNDED_TOLERANCE
+            equal, _ = one.process.ask("verify", depth, decoded, allowed, one.contestant.name)
+            one.verified = [one.verified[0] + equal, one.verified[1] + len(decoded)]
             if (took := median(one.decode[depth])) * speed.TOKENS > seconds * 1e3 and depth < one.depths[-1]:
                 one.notes.append(f"not measured beyond depth {depth:,}, where a token takes {took / 1e3:,.1f} s")
                 one.depths = [d for d in one.depths if d <= depth]
 
 
 @contextmanager
-def _while_it_lives(one: Taking, depth: int | None = None) -> Iterator[None]:
+def _while_it_lives(one: Participant, depth: int | None = None) -> Iterator[None]:
     """A contestant whose process ends here takes no further part, with a note; the measure of the others must not."""
     try:
         yield
@@ -323,20 +325,20 @@ def _while_it_lives(one: Taking, depth: int | None = None) -> Iterator[None]:
 
 
 def _prefill(
-    taking: Sequence[Taking], length: int, before: int | None, rounds: int, seconds: float, patience: float
+    participants: Sequence[Participant], length: int, before: int | None, rounds: int, seconds: float, limit: float
 ) -> None:
     active = []
-    for one in taking:
+    for one in participants:
         if length not in one.lengths:
             continue
         expected = median(one.prefill[before]) * length / before if before in one.prefill else 0
-        if expected > patience:
-            one.notes.append(f"prompts of {length:,} and more left out: longer than {patience:g} s")
+        if expected > limit:
+            one.notes.append(f"prompts of {length:,} and more left out: longer than {limit:g} s")
             one.lengths = [n for n in one.lengths if n < length]
             continue
         active.append(one)
         one.prefill[length] = []
-    vocab_size = taking[0].package.config.vocab_size
+    vocab_size = participants[0].package.config.vocab_size
     for turn, one in enumerate(_turns(active, rounds)):
         if sum(one.prefill[length]) > seconds or length not in one.lengths:
             continue
@@ -345,7 +347,7 @@ def _prefill(
             one.prefill[length].append(one.process.ask("prefill", length, vocab_size))
 
 
-def as_json(one: Taking) -> dict[str, Any]:
+def as_json(one: Participant) -> dict[str, Any]:
     package, contestant = one.package, one.contestant
     decode = [
         {"depth": depth, "ms": ms, "ms_per_token": figure(ms), "memory": one.memory.get(depth)}
@@ -375,7 +377,7 @@ def as_json(one: Taking) -> dict[str, Any]:
     }
 
 
-def _cache_bytes(one: Taking) -> int:
+def _cache_bytes(one: Participant) -> int:
     """Of a token, as the contestant keeps it."""
     if one.contestant.kind != "GroupQueryAttention":
         return one.package.cache_bytes_per_token

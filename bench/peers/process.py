@@ -59,14 +59,14 @@ class PeerProcess:
         if line := self._process.stdout.readline():
             self._process.send_signal(signal.SIGSTOP)  # its threads would look for work, in the turn of another
             return json.loads(line)
-        said = self._process.communicate()[1].strip().splitlines()
+        errors = self._process.communicate()[1].strip().splitlines()
         code = self._process.returncode
         if code == 130:  # the terminal sends Ctrl-C to both
             raise KeyboardInterrupt
         if code < 0:
             raise PeerDied(f"{self._package}: its process was killed by signal {-code}")
-        last = said[-1] if said else f"its process ended with code {code}"
-        raise EdgeQKVError(last.removeprefix(f"{PROGRAM} peer_process: ") if code == 2 else one_line(Exception(last)))
+        last = errors[-1] if errors else f"its process ended with code {code}"
+        raise EdgeQKVError(last.removeprefix(f"{PROGRAM} peer: ") if code == 2 else one_line(Exception(last)))
 
 
 # ---- in that process ----
@@ -74,7 +74,7 @@ class PeerProcess:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Opens an engine, then does what each line of standard input says: JSON in, JSON out."""
-    parser = command_line("peer_process", "For edge-qkv bench peers itself: an engine in this process.")
+    parser = command_line("peer", "For edge-qkv bench peers itself: an engine in this process.")
     parser.add_argument("request")
     return run(parser, _serve, argv)
 
@@ -103,19 +103,19 @@ def _depth(peer: Peer, depth: int) -> None:
 def _decode(peer: Peer, depth: int, count: int) -> list:
     """[milliseconds a token, the tokens]: greedy ones after `depth` tokens."""
     peer.rewind(depth)
-    token, times, said = speed.FIRST, [], []
+    token, times, decoded = speed.FIRST, [], []
     for _ in range(count):
         began = time.perf_counter()
         token = int(peer.evaluate([token]).argmax())
         times.append(time.perf_counter() - began)
-        said.append(token)
-    return [median(times) * 1e3, said]
+        decoded.append(token)
+    return [median(times) * 1e3, decoded]
 
 
-def _verify(peer: Peer, depth: int, said: list[int], allowed: float, name: str) -> list:
+def _verify(peer: Peer, depth: int, decoded: list[int], allowed: float, name: str) -> list:
     """[how many of the tokens are what the engine says reading them as a chunk, what the others lack at most]."""
     peer.rewind(depth)
-    return list(speed.compared(peer.score([speed.FIRST, *said[:-1]]), said, allowed, depth, name))
+    return list(speed.compared(peer.score([speed.FIRST, *decoded[:-1]]), decoded, allowed, depth, name))
 
 
 def _prefill(peer: Peer, length: int, vocab_size: int) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 from edge_qkv import InputError, Package
 from edge_qkv.bench.common import say
 from edge_qkv.commands.demo import CHECKPOINT
-from edge_qkv.stored import stored_as
+from edge_qkv.targets import stored_as
 
 
 def perplexity_change(target: str, weights: str, directory: Path) -> float:
@@ -26,7 +26,7 @@ def perplexity_change(target: str, weights: str, directory: Path) -> float:
 
 
 def _of_package(target: str, weights: str, directory: Path) -> float:
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
 
     path = directory / f"bundled-{target}-{weights}"
     try:
@@ -34,7 +34,7 @@ def _of_package(target: str, weights: str, directory: Path) -> float:
     except InputError:
         say(f"exporting the bundled model to {path}")
         directory.mkdir(parents=True, exist_ok=True)
-        report = TARGETS[target](str(CHECKPOINT), path, weights=weights)["parity"]
+        report = export_package(target, str(CHECKPOINT), path, weights=weights)["parity"]
     return report["perplexity_change"]
 
 
@@ -43,17 +43,17 @@ def _of_file_form(target: str, weights: str, directory: Path) -> float:
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize, quantize
 
-    from edge_qkv import package
     from edge_qkv.checkpoints import read_checkpoint
     from edge_qkv.export import parity
     from edge_qkv.export.gguf import exporter as gguf
     from edge_qkv.recipe import HELD_TEXT
+    from edge_qkv.tokenizer import encode, load_tokenizer, stop_tokens
 
     say(f"perplexity of the bundled model rounded as in a GGUF file of {weights}")
     checkpoint = read_checkpoint(str(CHECKPOINT))
-    encoder = package.load_tokenizer(checkpoint.tokenizer, checkpoint.config.vocab_size)
-    stops = frozenset(package.stop_tokens(encoder))
-    tokens = package.encode(encoder, (CHECKPOINT / HELD_TEXT).read_text(), stops, start=True)
+    encoder = load_tokenizer(checkpoint.tokenizer, checkpoint.config.vocab_size)
+    stops = frozenset(stop_tokens(encoder))
+    tokens = encode(encoder, (CHECKPOINT / HELD_TEXT).read_text(), stops, start=True)
 
     def rounded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
         padded = np.pad(values, ((0, 0), (0, -values.shape[1] % 32)))  # a file would keep such a matrix in float32

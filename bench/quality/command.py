@@ -26,6 +26,7 @@ from edge_qkv.bench.results import Result
 from edge_qkv.checks import thread_count, whole
 from edge_qkv.config import POSITIONS
 from edge_qkv.packing import packed_directory
+from edge_qkv.processors import processors
 from edge_qkv.recipe import Recipe, small_config
 
 # Perplexity of the 300M models of arXiv 2606.04032, best first.
@@ -148,8 +149,7 @@ def _quality(arguments: argparse.Namespace, command: str) -> None:
         raise InputError("bench quality: this needs torch, which is not installed; run pip install 'edge-qkv[export]'")
     import torch
 
-    if threads:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(min(threads or torch.get_num_threads(), processors()))
     output = packed_directory() / "quality" if arguments.output is None else arguments.output
     prepare_output(output)
     data = _corpus() if arguments.data is None else arguments.data

@@ -6,7 +6,7 @@ and returns the `Checkpoint`. Nothing large is read before that comparison has p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from edge_qkv.model import Decoder
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-_LAYERS_LIMIT = 1024  # far above published models; a config beyond it would take minutes just to lay out
+_PREFIXES = ("module.", "_orig_mod.")
 _POSITIONS_LIMIT = 1 << 24
 
 
@@ -56,7 +56,6 @@ class Checkpoint:
     def load(self) -> Decoder:
         """The eager module in float32 and evaluation mode; float32 files are mapped where the format permits."""
         torch = require_torch(self.path)
-        from edge_qkv import attention
         from edge_qkv.model import Decoder
 
         with torch.device("meta"):  # no random initialisation, no memory: every weight is assigned below
@@ -70,8 +69,8 @@ class Checkpoint:
         model.load_state_dict(weights, strict=False, assign=True)
         if self.config.tied_head:
             model.head.weight = model.embedding.weight
-        if self.config.rotary:
-            model.cos, model.sin = attention.rotary_tables(self.config)
+        for name, table in model.rotary_tables().items():
+            setattr(model, name, table)
         return model.eval().requires_grad_(False)
 
 
@@ -88,9 +87,9 @@ def assemble(
     sources: the file's tensor of every weight, or a function that makes one of a name and shape; `where` names the
     file in errors. Raises `InputError` for a tensor that is missing, unexpected, of the wrong shape or no float.
     """
-    if not callable(sources) and config.layers > len(sources):
+    if not callable(sources) and len(config.layers) > len(sources):
         raise InputError(
-            f"{where}: the config says {config.layers} layers but the file holds {len(sources)} tensors; "
+            f"{where}: the config says {len(config.layers)} layers but the file holds {len(sources)} tensors; "
             "check that config and weights belong together"
         )
     shapes = expected_shapes(config, where)
@@ -116,9 +115,10 @@ def assemble(
 
 def expected_shapes(config: ModelConfig, where: str) -> dict[str, tuple[int, ...]]:
     """The shape of every weight of the decoder, by name; allocates nothing."""
-    for field, limit in (("layers", _LAYERS_LIMIT), ("max_positions", _POSITIONS_LIMIT)):
-        if getattr(config, field) > limit:
-            raise InputError(f"{where}: config field {field} = {getattr(config, field)}: must be at most {limit}")
+    if config.max_positions > _POSITIONS_LIMIT:
+        raise InputError(
+            f"{where}: config field max_positions = {config.max_positions}: must be at most {_POSITIONS_LIMIT}"
+        )
     torch = require_torch(where)
     from edge_qkv.model import Decoder
 
@@ -129,9 +129,9 @@ def expected_shapes(config: ModelConfig, where: str) -> dict[str, tuple[int, ...
 
 
 def config_of(path: Path, **fields: Any) -> ModelConfig:
-    """A validated config whose errors name the file."""
+    """A validated config of a model of learned positions whose layers are alike; its errors name the file."""
     try:
-        return ModelConfig(**fields)
+        return ModelConfig.uniform(positions="learned", **fields)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
@@ -143,6 +143,18 @@ def check_shape(source: Source, shape: tuple[int, ...], where: str) -> None:
             f"{where}: tensor {quoted(source.name)} is {list(source.shape)} where the config implies {list(shape)}; "
             "check that config and weights belong together"
         )
+
+
+def plain_name(name: str, found: Container[str], where: str) -> str:
+    """A tensor's name without what data-parallel training and torch.compile put before it.
+
+    found: the plain names so far; raises `InputError` where this is one of them.
+    """
+    while name.startswith(_PREFIXES):
+        name = name.split(".", 1)[1]
+    if name in found:
+        raise InputError(f"{where}: tensor {quoted(name)} occurs twice, with and without a prefix; keep one")
+    return name
 
 
 def missing(where: str, name: str) -> InputError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edge_qkv.checkpoints.checkpoint import Checkpoint, NeedsTorch, Source, assemble, beside, has_torch
+from edge_qkv.checkpoints.checkpoint import Checkpoint, NeedsTorch, Source, assemble, beside, has_torch, plain_name
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError, one_line
 
@@ -17,20 +17,12 @@ _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float
 
 def read(directory: Path) -> Checkpoint:
     """Reads a directory; the weights stay in their file until they are asked for."""
-    config = read_config(directory / CONFIG)
+    config = ModelConfig.from_file(directory / CONFIG)
     path = directory / WEIGHTS
     tokenizer = beside(path)
     if not has_torch():
         return Checkpoint(config, NeedsTorch(str(directory)), NAME, directory, tokenizer)
     return assemble(config, _sources(path), NAME, directory, str(path), tokenizer)
-
-
-def read_config(path: Path) -> ModelConfig:
-    """Reads a config.json."""
-    try:
-        return ModelConfig.from_file(path)
-    except RecursionError:
-        raise InputError(f"{path}: not valid JSON for a config (nested too deeply)") from None
 
 
 def _sources(path: Path) -> dict[str, Source]:
@@ -42,7 +34,7 @@ def _sources(path: Path) -> dict[str, Source]:
         for name in file.keys():  # noqa: SIM118 (it cannot be iterated)
             view = file.get_slice(name)
             dtype = view.get_dtype()
-            sources[name] = Source(
+            sources[plain_name(name, sources, str(path))] = Source(
                 name, tuple(view.get_shape()), _DTYPES.get(dtype, dtype), lambda name=name: _read(file, name)
             )
     except (SafetensorError, OSError, ValueError) as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 from edge_qkv.checkpoints import torch_file
 from edge_qkv.checkpoints.checkpoint import Checkpoint, assemble, beside, config_of
+from edge_qkv.layer import biases
 
 NAME = "arXiv 2510.23912"
 SUMMARY = "a file with model_args and model"
@@ -48,13 +49,12 @@ def read(content: dict[Any, Any], path: Path) -> Checkpoint:
         mlp_width=fields.size("mlp_hidden_size", 4 * width),
         query=query,
         attention_scale=fields.number("scale", head_dim**-0.5),
-        attention_bias=attention_bias,
-        mlp_bias=mlp_bias,
+        biases=biases(attention_bias, mlp_bias),
         norm_bias=norm_bias,
         tied_head=tied,
     )
 
-    parts = config.projections
+    parts = config.only.projections
     tensors.move("transformer.wte", "embedding", bias=False)
     tensors.move("transformer.wpe", "positions", bias=False)
     for i in range(layers):

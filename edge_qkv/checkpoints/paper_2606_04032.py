@@ -17,6 +17,7 @@ from typing import Any
 from edge_qkv.checkpoints import torch_file
 from edge_qkv.checkpoints.checkpoint import Checkpoint, assemble, beside, config_of
 from edge_qkv.errors import InputError
+from edge_qkv.layer import biases
 
 NAME = "arXiv 2606.04032"
 SUMMARY = "a file with model_config and model_state_dict"
@@ -59,8 +60,7 @@ def read(content: dict[Any, Any], path: Path) -> Checkpoint:
         mlp_width=fields.size("n_inner", 4 * width),
         sharing=sharing,
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
-        attention_bias=attention_bias,
-        mlp_bias=mlp_bias,
+        biases=biases(attention_bias, mlp_bias),
         norm_bias=norm_bias,
         tied_head=tied,
     )

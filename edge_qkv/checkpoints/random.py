@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge_qkv.checkpoints.checkpoint import Checkpoint, NeedsTorch, Source, assemble, beside, has_torch
-from edge_qkv.checkpoints.native import read_config
+from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
 from edge_qkv.presets import PRESETS, preset
 
@@ -29,7 +29,7 @@ def read(spec: str) -> Checkpoint:
     where, path, tokenizer = PREFIX + spec, None, None
     if spec.endswith(".json"):
         path = Path(spec)
-        config = read_config(path)
+        config = ModelConfig.from_file(path)
         tokenizer = beside(path)
     else:
         try:
@@ -41,7 +41,7 @@ def read(spec: str) -> Checkpoint:
         return Checkpoint(config, NeedsTorch(where), NAME, path, tokenizer)
 
     def source(name: str, shape: tuple[int, ...]) -> Source:
-        return Source(name, shape, "float32", lambda: _make(name, shape, config.layers))
+        return Source(name, shape, "float32", lambda: _make(name, shape, len(config.layers)))
 
     return assemble(config, source, NAME, path, where, tokenizer)
 

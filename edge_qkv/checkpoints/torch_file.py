@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edge_qkv.checkpoints.checkpoint import Source, check_shape, missing, quoted, unexpected
+from edge_qkv.checkpoints.checkpoint import Source, check_shape, missing, plain_name, quoted, unexpected
 from edge_qkv.errors import InputError, one_line
 
 _ZIP = b"PK\x03\x04"
-_PREFIXES = ("module.", "_orig_mod.")  # added by data-parallel training and by torch.compile
 
 
 def read(path: Path, known: str) -> dict[Any, Any]:
@@ -76,11 +75,7 @@ def sources(state: Any, path: Path, field: str) -> dict[str, Source]:
             raise InputError(f"{path}: {field} has a key that is no text; save the model's state_dict() there")
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"{path}: {quoted(key)} in {field} is no tensor; save the model's state_dict() there")
-        name = key
-        while name.startswith(_PREFIXES):
-            name = name.split(".", 1)[1]
-        if name in found:
-            raise InputError(f"{path}: tensor {quoted(name)} occurs twice, with and without a prefix; keep one")
+        name = plain_name(key, found, str(path))
         # What a crafted file could hold besides plain memory: other layouts, or few bytes spread over a large shape.
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
             raise InputError(f"{path}: tensor {quoted(name)} is not a plain dense tensor; save plain weights")

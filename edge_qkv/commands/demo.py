@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from edge_qkv.commands import need
 from edge_qkv.errors import EdgeQKVError, InputError
 from edge_qkv.planning import plan
 from edge_qkv.tables import size, table
 
+SUMMARY = "Export the bundled model for each engine, write text, and show the memory table."
 CHECKPOINT = Path(__file__).parents[1] / "bundled"
 CONTEXT = 32768
 PACKAGES = (("onnx", "int4"), ("onnx", "int8"), ("executorch", "8da4w"))  # target and weights
 
 
-def demo(output: Path, prompt: str, max_tokens: int, threads: int) -> None:
-    """Exports the bundled model in each way below `output`, writes text with each and prints the table.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("demo"), help="directory for the packages")
+    add("--prompt", default="KING HENRY.\n", help="text to go on from")
+    add("--max-tokens", type=int, default=128, help="tokens to write")
+    add("--threads", type=int, default=0, help="0: one for each core")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Exports the bundled model in each way below --output, writes text with each and prints the table.
 
     Each package runs in a process of its own, as it would on a device, so that its peak memory is its own
     and not the exporter's. ExecuTorch is left out where it is not installed.
     """
-    from edge_qkv.export import TARGETS
+    need("torch", "export")
+    from edge_qkv.export import export_package
 
+    max_tokens, threads = arguments.max_tokens, arguments.threads
     columns = {}
     for target, weights in PACKAGES:
-        package = output / f"shakespeare-{target}-{weights}"
+        package = arguments.output / f"shakespeare-{target}-{weights}"
         print(f"== export the bundled checkpoint to {target}, {weights} weights", flush=True)
         try:
-            manifest = TARGETS[target](str(CHECKPOINT), package, weights=weights)
+            manifest = export_package(target, str(CHECKPOINT), package, weights=weights)
         except InputError as error:
             if target != "executorch":
                 raise
@@ -38,7 +51,7 @@ def demo(output: Path, prompt: str, max_tokens: int, threads: int) -> None:
             continue
         print(f"== {max_tokens} tokens from {package}\n", flush=True)
         needed = plan(package, context=CONTEXT, threads=threads).total
-        columns[f"{target} {weights}"] = _column(_run(package, prompt, max_tokens, threads), manifest, needed)
+        columns[f"{target} {weights}"] = _column(_run(package, arguments.prompt, max_tokens, threads), manifest, needed)
         print()
     names = next(iter(columns.values()))
     print(table([(name, *(column[name] for column in columns.values())) for name in names], ("", *columns)))

@@ -1,16 +1,20 @@
-"""What `edge-qkv inspect` says of a checkpoint or a package, without running it."""
+"""`edge-qkv inspect`: what there is to say of a checkpoint or a package, without running it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import argparse
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from edge_qkv.config import CACHE_BYTES, ModelConfig
+from edge_qkv.errors import printable
 from edge_qkv.package import MANIFEST, Package
-from edge_qkv.stored import STORAGE, cache_bytes_per_token
 from edge_qkv.tables import size, table
+from edge_qkv.targets import named
 
+SUMMARY = "Show config, sizes and cache table of a checkpoint or package."
 _PARITY_NUMBERS = (
     "max_logit_error",
     "mean_logit_error",
@@ -31,6 +35,16 @@ _OWN_FACTS = {
 CONTEXTS = (1024, 4096, 8192, 16384, 32768)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="package, checkpoint, or random:PRESET such as random:1.2B/Q-MQA")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    facts = inspect(arguments.path)
+    print(json.dumps(facts, indent=2) if arguments.json else describe(arguments.path, facts))
+
+
 def inspect(path: str) -> dict[str, Any]:
     """Facts of a package directory, a checkpoint, or `random:PRESET`; raises `InputError`."""
     if (Path(path) / MANIFEST).exists():
@@ -47,30 +61,29 @@ def inspect(path: str) -> dict[str, Any]:
         }
         facts |= {name: value for name in _OWN_FACTS if (value := manifest.get(name)) is not None}
         config = package.config
-        caches = STORAGE[package.target].caches
-        per_token = {cache: cache_bytes_per_token(config, cache, package.target) for cache in caches}
+        known = named(package.target)
+        kept, caches = known.cached(config), known.caches
     else:
         from edge_qkv.checkpoints import read_checkpoint
 
         checkpoint = read_checkpoint(path)
         config = checkpoint.config
-        per_token = {cache: config.cache_bytes_per_token(cache) for cache in CACHE_BYTES}
+        kept, caches = config, tuple(CACHE_BYTES)
         facts = {"kind": "checkpoint", "format": checkpoint.format, "tokenizer": checkpoint.tokenizer is not None}
     return facts | {
         "variant": config.variant,
         "parameters": config.parameters(),
         "config": config.to_dict(),
-        "cache_bytes_per_token": per_token,
-        "cache_bytes": cache_table(config, per_token),
+        "cache_bytes_per_token": {cache: kept.cache_bytes_per_token(cache) for cache in caches},
+        "cache_bytes": cache_table(config, kept, caches),
     }
 
 
-def cache_table(config: ModelConfig, per_token: dict[str, int]) -> list[dict[str, int]]:
-    """Cache bytes at each context, beside the same model with a key and a value a head."""
-    full = replace(config, sharing="qkv", kv_heads=config.heads, query="projected")
+def cache_table(config: ModelConfig, kept: ModelConfig, caches: Iterable[str]) -> list[dict[str, int]]:
+    """Cache bytes at each context of the model as it is kept, beside `config` with a key and a value a head."""
+    full = config.multi_head
     return [
-        {"context": n} | {cache: n * count for cache, count in per_token.items()} | {"qkv": full.cache_bytes(n)}
-        for n in CONTEXTS
+        {"context": n} | {c: kept.cache_bytes(n, c) for c in caches} | {"qkv": full.cache_bytes(n)} for n in CONTEXTS
     ]
 
 
@@ -90,8 +103,9 @@ def describe(path: str, facts: dict[str, Any]) -> str:
     rows.append(
         ("tokenizer", "yes" if facts["tokenizer"] else "none: token ids only; export with --tokenizer to add one")
     )
-    rows += [(f"  {name}", value) for name, value in facts["config"].items()]
-    lines = [f"{path}: {what}", *(f"{name:<18} {value}" for name, value in rows), ""]
+    rows += _config_rows(facts["config"])
+    lines = [f"{path}: {what}", *(f"{name:<18} {value}" for name, value in rows)]
+    lines = [*map(printable, lines), ""]
     caches = [
         (
             f"{row['context']:,} tokens",
@@ -102,6 +116,24 @@ def describe(path: str, facts: dict[str, Any]) -> str:
     ]
     lines.append(table(caches, ("cache bytes", *facts["cache_bytes_per_token"], "QKV/this, fp16")))
     return "\n".join(lines)
+
+
+def _config_rows(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a config, those of its kinds of layers below their names."""
+    for name, value in config.items():
+        if name != "kinds":
+            yield f"  {name}", value
+    for name, spec in config["kinds"].items():
+        yield f"  layers {name}", ""
+        yield from ((f"    {field}", _written(value)) for field, value in spec.items())
+
+
+def _written(value: Any) -> Any:
+    """A list of numbers may have hundreds of them."""
+    if not isinstance(value, list):
+        return value
+    text = ", ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(value)} numbers)"
 
 
 def _listed(fact: Any) -> Any:

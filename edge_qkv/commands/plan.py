@@ -9,13 +9,13 @@ from importlib.resources import files
 from typing import Any
 
 from edge_qkv.config import CACHE_BYTES, ModelConfig
-from edge_qkv.errors import InputError
+from edge_qkv.errors import InputError, printable
 from edge_qkv.package import Package
-from edge_qkv.planning import UNKNOWN, Plan, fits, plan, planned_model
+from edge_qkv.planning import Plan, fits, plan, planned_model
 from edge_qkv.presets import VARIANTS, apply_variant
 from edge_qkv.sizes import parse_size, parse_tokens
-from edge_qkv.stored import BLOCK_SIZES, STORAGE, WEIGHTS
 from edge_qkv.tables import size, table
+from edge_qkv.targets import BLOCK_SIZES, TARGETS, WEIGHTS, named
 
 SUMMARY = "Plan memory: what a model needs at a context, and the longest context that a budget holds."
 EPILOG = """\
@@ -41,13 +41,14 @@ _PARTS = (
 _GROUPS = 4, 8  # kv heads of the grouped variants of arXiv 2606.04032, by the number of heads: 16, and more
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EPILOG
     add = parser.add_argument
     add("model", help="package, checkpoint, random:1.2B/Q-MQA, or a published size such as 300M or 1.2B/Q-GQA-4")
     add("--memory", "--budget", metavar="BYTES", help="budget as 512MB or 1.5GiB; min: the least that is needed")
     add("--context", default="max", metavar="N", help="tokens; max: the longest that the budget holds")
     add("--cache", choices=tuple(CACHE_BYTES), help="cache type; default: the package's, else fp16")
-    add("--target", choices=tuple(STORAGE), help="of a model that is not exported yet; default: onnx")
+    add("--target", choices=tuple(TARGETS), help="of a model that is not exported yet; default: onnx")
     add("--weights", choices=WEIGHTS, help="of a model that is not exported yet; default: int4")
     add("--block-size", type=int, choices=BLOCK_SIZES, help="weights that share a scale; default: the export's")
     add("--prefill-chunk", type=int, default=0, help="prompt tokens evaluated at once; 0: 128, or what the package has")
@@ -74,8 +75,9 @@ def run(arguments: argparse.Namespace) -> None:
             "--target, --weights and --block-size are for models that are not exported yet; a package has its own"
         )
     target = model.target if isinstance(model, Package) else arguments.target or "onnx"
-    if arguments.device and target in UNKNOWN:
-        raise InputError(f"--device {arguments.device}: {UNKNOWN[target]}, so what fits cannot be told; leave it out")
+    unknown = named(target).unknown_memory
+    if arguments.device and unknown:
+        raise InputError(f"--device {arguments.device}: {unknown}, so what fits cannot be told; leave it out")
     own = model.manifest.get("cache") if isinstance(model, Package) else None
     if own and arguments.cache not in (None, own):
         raise InputError(f"--cache {arguments.cache}: this package has the cache type {own}, chosen at its export")
@@ -121,7 +123,7 @@ def describe(name: str, made: Plan) -> str:
         rows.append(("total", f"{made.total - made.anonymous:,}", f"{made.anonymous:,}", size(made.total)))
         packed = "packed" if made.packed else "not packed"
         head += f"{made.threads} threads, weights {packed}; total {made.total:,} bytes"
-    lines = [head, "", table(rows, ("bytes", "file-backed", "anonymous", "together"))]
+    lines = [printable(head), "", table(rows, ("bytes", "file-backed", "anonymous", "together"))]
     if made.unknown:
         lines.append(f"\nno total: {made.unknown}")
     if made.memory is not None:

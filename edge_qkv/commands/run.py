@@ -1,9 +1,10 @@
-"""`edge-qkv run`: options, and what they do with a session."""
+"""`edge-qkv run`: text from a package."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from edge_qkv import files
+from edge_qkv.commands import terminal
 from edge_qkv.errors import Cancelled, ContextFull, InputError
 from edge_qkv.sizes import parse_tokens
+
+SUMMARY = "Run a package: the text that follows a prompt, as it is written."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,6 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.seed = secrets.randbits(32)  # drawn here, so that a good result can be told how to repeat
     sampling = Sampling(**{f.name: getattr(arguments, f.name) for f in fields(Sampling)})
     prompt = _prompt(arguments)
+    arguments.stop = [_as_utf8(text, "--stop") for text in arguments.stop]
     with Session(
         arguments.package,
         context=context,
@@ -109,6 +114,7 @@ def run(arguments: argparse.Namespace) -> None:
         memory=arguments.memory,
         packed=arguments.packed,
         spill=arguments.spill,
+        progress=terminal.hashing(),
         overflow=arguments.overflow,
         sinks=arguments.sinks,
         window=arguments.window,
@@ -128,13 +134,13 @@ def run(arguments: argparse.Namespace) -> None:
             full = error  # what was written up to here is the user's
         except (KeyboardInterrupt, Cancelled):
             if arguments.save and session.tokens:
-                session.save(arguments.save)
+                _save(session, arguments.save)
             raise
         finally:
             if written and not arguments.json:
                 print(flush=True)
         if arguments.save:
-            session.save(arguments.save)
+            _save(session, arguments.save)
         stopped = "max_tokens" if len(session.generated) >= arguments.max_tokens else "stop"
         figures = {"seed": arguments.seed, "finish": "context" if full else stopped} | _figures(session)
         if arguments.json:
@@ -152,16 +158,23 @@ def _pieces(session, prompt: str | list[int], arguments: argparse.Namespace, sam
     """What to print before the text, once the prompt is accepted, and the pieces of the text."""
     from edge_qkv.tokenizer import until_stop
 
-    progress = _prefill_progress if sys.stderr.isatty() else None
+    progress = terminal.counter("prefill, tokens:", "{:,}".format, 512)
     if isinstance(prompt, str):
         pieces = session.generate(prompt, arguments.max_tokens, sampling, arguments.stop, progress)
     else:
         ids = session.generate_tokens(prompt, arguments.max_tokens, sampling, progress)
-        pieces = until_stop((f"{i} " for i in ids), arguments.stop)
+        pieces = until_stop((f"{i} " for i in ids), arguments.stop, session.take_back)
     first = next(pieces, "")
     yield prompt if isinstance(prompt, str) else ""
     yield first
     yield from pieces
+
+
+def _save(session, path: Path) -> None:
+    if len(session.tokens) > session.context:
+        session.rewind(session.context)
+        print("[the last token has no room in the context: the saved conversation ends before it]", file=sys.stderr)
+    session.save(path)
 
 
 def _write_stats(path: Path, figures: dict) -> None:
@@ -169,6 +182,11 @@ def _write_stats(path: Path, figures: dict) -> None:
         path.write_bytes(files.to_json(figures))
     else:
         files.write_json(path.resolve(), figures)
+
+
+def _as_utf8(text: str, option: str) -> str:
+    """An option's text by its bytes, whatever encoding the locale says they have."""
+    return files.decode(os.fsencode(text), option)
 
 
 def _prompt(arguments: argparse.Namespace) -> str | list[int]:
@@ -179,17 +197,14 @@ def _prompt(arguments: argparse.Namespace) -> str | list[int]:
             raise InputError(f"--tokens: {bad[:40]!r} is no token id; give whole numbers separated by commas")
         return [int(w) for w in words]
     if arguments.prompt is not None:
-        return arguments.prompt
+        return _as_utf8(arguments.prompt, "--prompt")
     if arguments.prompt_file not in (None, Path("-")):
         return files.read_text(arguments.prompt_file, "--prompt-file")
     if arguments.prompt_file is None and sys.stdin.isatty():
         if arguments.restore:
             return ""  # go on from where it was
         raise InputError("no prompt; give --prompt TEXT, --prompt-file FILE or --tokens IDS, or pipe text in")
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"the prompt must be UTF-8 text (byte {error.start} is not)") from None
+    return files.decode(files.read_stream(sys.stdin.buffer, "standard input", "the prompt"), "the prompt")
 
 
 def _figures(session) -> dict:
@@ -231,9 +246,3 @@ def _closing_lines(session, figures: dict) -> list[str]:
     if trained and figures["tokens"] > trained:
         lines.append(f"[the model was trained on {trained} tokens at once and loses its thread after]")
     return lines
-
-
-def _prefill_progress(done: int, total: int) -> None:
-    if total > 512:
-        end = "\r" if done < total else "\r\033[K"
-        print(f"\rprefill {done:,} of {total:,} tokens", end=end, file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,10 +11,7 @@ import numpy as np
 
 from edge_qkv import _native
 from edge_qkv.package import Package
-
-# Target -> the module here with a function `open_model`.
-HOSTED = {"coreml": "coreml", "gguf": "llama_cpp"}
-NATIVE = ("onnx", "executorch")  # what the native library runs
+from edge_qkv.targets import named
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,9 @@ class EngineSession(Protocol):
 
     def sample(self) -> int: ...
 
-    def rewind(self, length: int) -> None: ...
+    def rewind(self, length: int, progress: Callable[[int, int], None] | None = None) -> int:
+        """Forgets all but the first `length` tokens; returns how many of them had to be evaluated again, of which
+        progress(done, total) is told."""
 
     def match(self, tokens: np.ndarray) -> int:
         """Rewinds to what the conversation has in common with `tokens`, leaving one of them to evaluate where the
@@ -78,5 +78,5 @@ class EngineModel(Protocol):
 
 def open_model(package: Package, options: ModelOptions) -> EngineModel:
     """Opens a package in the engine of its target; raises `InputError`."""
-    engine = importlib.import_module(f"edge_qkv.engines.{HOSTED.get(package.target, 'native')}")
+    engine = importlib.import_module(f"edge_qkv.engines.{named(package.target).hosted or 'native'}")
     return engine.open_model(package, options)

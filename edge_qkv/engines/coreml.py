@@ -16,7 +16,8 @@ from edge_qkv.config import ModelConfig
 from edge_qkv.engines import ModelOptions
 from edge_qkv.engines.hosted import HostedModel, refuse_options
 from edge_qkv.errors import EdgeQKVError, InputError, one_line
-from edge_qkv.package import MODEL_FILES, Package
+from edge_qkv.package import Package
+from edge_qkv.targets import named
 
 
 def runs_here() -> bool:
@@ -55,7 +56,7 @@ def open_model(package: Package, options: ModelOptions) -> HostedModel:
     if not isinstance(chunk, int) or chunk < 1:
         raise InputError(f"{package.path}: does not say its prefill_chunk; export the package again")
     # Core ML prepares a function for the device when it is opened: only those that are used.
-    function = functools.cache(lambda name: load_function(package.path / MODEL_FILES["coreml"], name))
+    function = functools.cache(lambda name: load_function(package.path / named("coreml").model_file, name))
     function("decode")
     return HostedModel(package, "coreml", lambda *_: StateCache(package.config, chunk, function), function.cache_clear)
 

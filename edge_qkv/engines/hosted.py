@@ -6,6 +6,7 @@ model's files, `tokens` [n] int32, `logits` [V] float32 where they are known, an
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -23,6 +24,7 @@ from edge_qkv.errors import Cancelled, ContextFull, InputError, one_line
 from edge_qkv.package import Package
 
 _VERSION = 1
+_SNAPSHOT_OVERHEAD = 16 << 20  # bytes; logits, names and headers are far less
 _ERROR = 0  # the overflow option that drops nothing
 
 
@@ -178,9 +180,10 @@ class HostedSession(Closable):
             )
             return token.value
 
-    def rewind(self, length: int) -> None:
+    def rewind(self, length: int, progress: Callable[[int, int], None] | None = None) -> int:
         with self._call():
             self._rewind(length)
+        return 0  # all rows are kept
 
     def match(self, tokens: np.ndarray) -> int:
         with self._call():
@@ -222,6 +225,11 @@ class HostedSession(Closable):
     def restore(self, path: bytes) -> None:
         with self._call():
             name = os.fsdecode(path)
+            with contextlib.suppress(OSError):  # reading says what is wrong
+                if os.path.getsize(name) > 2 * self._cache.bytes + _SNAPSHOT_OVERHEAD:  # read whole
+                    raise ContextFull(
+                        f"{name}: is larger than any snapshot that fits into the context of {self._context}"
+                    )
             saved = _read_snapshot(name)
             if saved["fingerprint"].tobytes().rstrip(b"\0") != self._model.info.fingerprint:
                 raise InputError(

@@ -28,7 +28,9 @@ from edge_qkv.engines import ModelOptions
 from edge_qkv.engines.hosted import HostedModel, refuse_options
 from edge_qkv.engines.llama_state import Layout
 from edge_qkv.errors import Cancelled, EdgeQKVError, InputError, one_line
-from edge_qkv.package import MODEL_FILES, Package
+from edge_qkv.package import Package
+from edge_qkv.processors import processors
+from edge_qkv.targets import named
 
 _TYPES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16)}
 _ALL = -1  # to the end, of a range of positions
@@ -41,7 +43,7 @@ def open_model(package: Package, options: ModelOptions) -> HostedModel:
     refuse_options(package, options, threads=True)
     layout = _layout(package)
     model = _Model(package)
-    threads = options.threads or _processors()
+    threads = options.threads or processors()
 
     def new_cache(context: int, chunk: int, cancelled: ctypes.c_int32) -> LlamaCache:
         return LlamaCache(model, layout, context, min(chunk, context), threads, cancelled)
@@ -70,10 +72,10 @@ class LlamaCache:
         params.abort_callback_data = ctypes.addressof(cancelled)
         self._model, self._context = model.take(), None
         try:
-            self._context, said = _logged(lambda: llama.llama_init_from_model(model.pointer, params), llama.llama_free)
+            self._context, log = _logged(lambda: llama.llama_init_from_model(model.pointer, params), llama.llama_free)
             if not self._context:
                 raise EdgeQKVError(
-                    f"{model.path}: llama.cpp cannot open a session of {context} tokens ({said}); "
+                    f"{model.path}: llama.cpp cannot open a session of {context} tokens ({log}); "
                     "give a smaller context, or close other sessions"
                 )
         except BaseException:
@@ -146,29 +148,29 @@ class _Model:
 
     def __init__(self, package: Package) -> None:
         self._llama = llama = _library()
-        self.path = path = package.path / MODEL_FILES["gguf"]
+        self.path = path = package.path / named("gguf").model_file
         params = llama.llama_model_default_params()
         params.n_gpu_layers, params.use_extra_bufts = 0, False
-        self.pointer, said = _logged(
+        self.pointer, log = _logged(
             lambda: llama.llama_model_load_from_file(os.fsencode(path), params), llama.llama_model_free
         )
         if not self.pointer:
-            raise InputError(f"{path}: llama.cpp cannot open it ({said}); export the package again")
+            raise InputError(f"{path}: llama.cpp cannot open it ({log}); export the package again")
         self._users, self._lock = 1, threading.Lock()
         self.vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.pointer))
         config = package.config
-        for field, found in (
-            ("vocab_size", self.vocabulary),
-            ("layers", llama.llama_model_n_layer(self.pointer)),
-            ("width", llama.llama_model_n_embd(self.pointer)),
-            ("heads", llama.llama_model_n_head(self.pointer)),
-            ("max_positions", llama.llama_model_n_ctx_train(self.pointer)),
+        for field, said, found in (
+            ("vocab_size", config.vocab_size, self.vocabulary),
+            ("layers", len(config.layers), llama.llama_model_n_layer(self.pointer)),
+            ("width", config.width, llama.llama_model_n_embd(self.pointer)),
+            ("heads", config.only.heads, llama.llama_model_n_head(self.pointer)),
+            ("max_positions", config.max_positions, llama.llama_model_n_ctx_train(self.pointer)),
         ):
-            if getattr(config, field) != found:
+            if said != found:
                 self.drop()
                 raise InputError(
-                    f"{package.path}: edge_qkv.json and the model file disagree on {field} "
-                    f"({getattr(config, field)} and {found}); export the package again"
+                    f"{package.path}: edge_qkv.json and the model file disagree on {field} ({said} and {found}); "
+                    "export the package again"
                 )
 
     def take(self) -> _Model:
@@ -185,9 +187,9 @@ class _Model:
 
 
 def _layout(package: Package) -> Layout:
-    config, dtype = package.config, _TYPES.get(str(package.manifest.get("cache")))
+    spec, dtype = package.config.only, _TYPES.get(str(package.manifest.get("cache")))
     for parts in (("keys",), ("keys", "values")):
-        layout = Layout(config.layers, config.kv_heads * config.head_dim, dtype, parts, dtype == np.float32)
+        layout = Layout(len(package.config.layers), spec.kv_heads * spec.head_dim, dtype, parts, dtype == np.float32)
         if dtype and layout.bytes_per_token == package.cache_bytes_per_token:
             return layout
     raise InputError(f"{package.path}: has a cache that llama.cpp has not; export the package again")
@@ -199,10 +201,6 @@ def _ggml_type(llama: Any, layout: Layout) -> int:
 
 def _pointer(state: np.ndarray):
     return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ---- the library ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 
 import numpy as np
 
@@ -64,11 +65,12 @@ class NativeModel(_Handle):
         cache = info.cache_type.decode()
         if cache != package.manifest.get("cache") or info.cache_bytes_per_token != config.cache_bytes_per_token(cache):
             raise InputError(f"{path}: edge_qkv.json and the model file disagree on the cache; export again")
-        for field in ("vocab_size", "layers", "kv_heads", "head_dim", "max_positions"):
-            if getattr(info, field) != getattr(config, field):
+        facts = {"vocab_size": config.vocab_size, "layers": len(config.layers), "max_positions": config.max_positions}
+        for field, value in facts.items():
+            if getattr(info, field) != value:
                 raise InputError(
-                    f"{path}: edge_qkv.json and the model file disagree on {field} "
-                    f"({getattr(config, field)} and {getattr(info, field)}); export the package again"
+                    f"{path}: edge_qkv.json and the model file disagree on {field} ({value} and "
+                    f"{getattr(info, field)}); export the package again"
                 )
 
 
@@ -97,8 +99,11 @@ class NativeSession(_Handle):
         self.call("eqkv_session_sample", ctypes.byref(token))
         return token.value
 
-    def rewind(self, length: int) -> None:
-        self.call("eqkv_session_rewind", length)
+    def rewind(self, length: int, progress: Callable[[int, int], None] | None = None) -> int:
+        again = ctypes.c_int64()
+        report = _native.PROGRESS(lambda _, done, total: progress(done, total)) if progress else _native.PROGRESS(0)
+        self.call("eqkv_session_rewind", length, report, None, ctypes.byref(again))
+        return again.value
 
     def match(self, tokens: np.ndarray) -> int:
         kept = ctypes.c_int64()

@@ -15,16 +15,17 @@ from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.config import ModelConfig
 from edge_qkv.engines.coreml import StateCache
 from edge_qkv.errors import InputError
+from edge_qkv.estimate import estimate
 from edge_qkv.export import operator, parity
 from edge_qkv.export.coreml import program as coreml_program
 from edge_qkv.export.coreml import weights as coreml_weights
 from edge_qkv.export.coreml.evaluator import interpreter as coreml_evaluator
-from edge_qkv.export.packaging import Runner, Stored, check_cache, check_space, write_package
+from edge_qkv.export.packaging import Runner, Stored, check_space, write_package
 from edge_qkv.export.progress import Progress, silent
-from edge_qkv.package import MODEL_FILES, Package
-from edge_qkv.stored import DEFAULT_COREML_CHUNK, plan_model, stored_as
+from edge_qkv.package import Package
+from edge_qkv.targets import named, stored_as
 
-MODEL = MODEL_FILES["coreml"]
+MODEL = named("coreml").model_file
 PARITY_TOKENS = 512  # the evaluator takes seconds for a chunk where the capacity is large
 MOST_TOKENS_AT_ONCE = 1024  # of each, 1.2B's scores at 32k take 2 MiB
 # What the Neural Engine takes as it is; other sizes it pads, or leaves to the processor or GPU.
@@ -58,19 +59,18 @@ def export_coreml(
     if weights == "fp32":
         raise InputError("--weights fp32: Core ML computes and keeps its states in fp16; choose fp16, int8 or int4")
     weights, how, block = stored_as("coreml", weights, block_size)
-    check_cache(cache)
     if cache != "fp16":
         raise InputError(f"--cache {cache}: the states of a Core ML program are fp16; leave it out")
     config = checkpoint.config
     if config.max_positions < 2:
         raise InputError(f"--capacity {config.max_positions}: a program has room for at least 2 tokens; give more")
     most = min(MOST_TOKENS_AT_ONCE, config.max_positions)
-    chunk = min(DEFAULT_COREML_CHUNK, most) if prefill_chunk is None else prefill_chunk
+    chunk = min(named("coreml").prefill_chunk, most) if prefill_chunk is None else prefill_chunk
     if not 2 <= chunk <= most:  # of 1, prefill would be decode once more
         raise InputError(f"--prefill-chunk {chunk} is out of range; choose from 2 to {most:,} tokens")
 
     def write_model(directory: Path) -> None:
-        needed = plan_model(config, weights, block or None, "coreml").weight_bytes
+        needed = estimate(config, weights, block or None, "coreml").weight_bytes
         check_space(directory, 2 * needed)  # coremltools collects the weights before it makes the package
         decoder = coreml_weights.load(checkpoint, coreml_program.attend, how, progress)
         facts = operator.description(config, cache) | {

@@ -20,8 +20,8 @@ from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.errors import InputError
 from edge_qkv.export.progress import Progress
 from edge_qkv.export.quantize import quantize_signed
+from edge_qkv.formats import Format, Weights
 from edge_qkv.model import Decoder, RMSNorm
-from edge_qkv.stored import Format, Weights
 
 # The operators below hold stored weights: what they compute here, coremltools is told to say in its own words. Left to
 # its converter, every weight would be in memory as float32 besides, once for each function of the program.

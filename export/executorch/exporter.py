@@ -10,16 +10,16 @@ from typing import Any
 
 from edge_qkv import _native
 from edge_qkv.checkpoints import Checkpoint
+from edge_qkv.description import DESCRIPTION, FINGERPRINT, describe
 from edge_qkv.errors import InputError
 from edge_qkv.export import operator
 from edge_qkv.export.executorch import program as executorch_program
 from edge_qkv.export.executorch import weights as executorch_weights
-from edge_qkv.export.packaging import Runner, Stored, check_cache, check_space, open_session, write_package
+from edge_qkv.export.packaging import Runner, Stored, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
-from edge_qkv.package import MODEL_FILES
-from edge_qkv.stored import DEFAULT_PREFILL_CHUNK, stored_as
+from edge_qkv.targets import named, stored_as
 
-MODEL = MODEL_FILES["executorch"]
+MODEL = named("executorch").model_file
 MOST_TOKENS_AT_ONCE = 4096  # buffers are planned for as many
 _UNKNOWN = "0" * 64  # stands for the fingerprint until the rest of the file is known
 
@@ -55,12 +55,11 @@ def export_executorch(
             "--no-deps .), or leave the report out (--no-parity)"
         )
     weights, how, block = stored_as("executorch", weights, block_size)
-    check_cache(cache)
     config = checkpoint.config
     if config.max_positions < 2:
         raise InputError(f"--capacity {config.max_positions}: a program has room for at least 2 tokens; give more")
     most = min(MOST_TOKENS_AT_ONCE, config.max_positions)
-    chunk = min(DEFAULT_PREFILL_CHUNK, most) if prefill_chunk is None else prefill_chunk
+    chunk = min(named("executorch").prefill_chunk, most) if prefill_chunk is None else prefill_chunk
     if not 2 <= chunk <= most:
         raise InputError(f"--prefill-chunk {chunk} is out of range; choose from 2 to {most:,} tokens")
 
@@ -68,19 +67,19 @@ def export_executorch(
         decoder = executorch_weights.load(checkpoint, executorch_program.attend, how, progress)
         matrix_bytes, table_bytes = executorch_weights.stored_bytes(decoder, how)
         check_space(directory, matrix_bytes + table_bytes)
-        facts = operator.description(config, cache) | {
-            "operator": str(operator.VERSION),
+        facts = {
+            "weight_bits": how.layers.bits,
+            "block_size": block,
+            "matrix_bytes": matrix_bytes,
+            "table_bytes": table_bytes,
+            "prefill_chunk": chunk,
+            "cache_rows": executorch_program.cache_rows(config, cache),
+            "operator": operator.VERSION,
             "executorch": version("executorch"),
-            "cache_rows": str(executorch_program.cache_rows(config, cache)),
-            "prefill_chunk": str(chunk),
-            "weight_bits": str(how.layers.bits),
-            "block_size": str(block),
-            "matrix_bytes": str(matrix_bytes),
-            "table_bytes": str(table_bytes),
-            "fingerprint": _UNKNOWN,
         }
+        texts = {DESCRIPTION: describe(config, cache, facts), FINGERPRINT: _UNKNOWN}
         progress("Lowering to XNNPACK (minutes for a model of a billion parameters)", 0, 0)
-        program = executorch_program.lower(decoder, cache, chunk, facts)
+        program = executorch_program.lower(decoder, cache, chunk, texts)
         progress("Writing the program", 0, 0)
         with (directory / MODEL).open("wb") as file:
             program.write_to_file(file)

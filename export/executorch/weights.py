@@ -19,12 +19,11 @@ from torchao.quantization import (
 )
 from torchao.quantization.granularity import PerAxis, PerGroup
 
-from edge_qkv import attention
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.errors import InputError
 from edge_qkv.export.progress import Progress
+from edge_qkv.formats import Format, Weights
 from edge_qkv.model import Decoder
-from edge_qkv.stored import Format, Weights
 
 _STORED = (nn.Linear, nn.Embedding)  # whose weights have a format of their own
 
@@ -43,20 +42,22 @@ class PaddedLinear(nn.Linear):
 def load(checkpoint: Checkpoint, attend: Callable, how: Weights, progress: Progress) -> Decoder:
     """The checkpoint's decoder with its weights stored as `how` says, and `attend` as its operator.
 
-    Matrices whose inputs are not whole groups are padded with zeros: the MLP's inner width for all its matrices at
+    Matrices whose inputs are not whole groups are padded with zeros: an MLP's inner width for all its matrices at
     once, any other where it is read. Raises `InputError` for weights that cannot be read.
     """
     step = how.layers.block or 1
-    config = replace(checkpoint.config, mlp_width=checkpoint.config.mlp_width + -checkpoint.config.mlp_width % step)
+    kinds = {
+        name: replace(spec, mlp_width=spec.mlp_width + -spec.mlp_width % step)
+        for name, spec in checkpoint.config.kinds.items()
+    }
     with torch.device("meta"):  # no memory, no random initialisation
-        decoder = Decoder(config, attend)
-        for layer in decoder.layers:
-            for parent in (layer.attention, layer.mlp):
-                for name, linear in list(parent.named_children()):
-                    if isinstance(linear, nn.Linear) and linear.in_features % step:
-                        setattr(parent, name, PaddedLinear(linear, step))
-    if config.rotary:
-        decoder.cos, decoder.sin = attention.rotary_tables(config)
+        decoder = Decoder(replace(checkpoint.config, kinds=kinds), attend)
+        for path, module in list(decoder.named_modules()):
+            columns = _format(path, how).block or 1
+            if isinstance(module, nn.Linear) and module.in_features % columns:
+                decoder.set_submodule(path, PaddedLinear(module, columns))
+    for name, table in decoder.rotary_tables().items():
+        setattr(decoder, name, table)
     total, done = checkpoint.config.parameters() * 4, 0
     for path, module in decoder.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -88,7 +89,8 @@ def stored_bytes(decoder: Decoder, how: Weights) -> tuple[int, int]:
 
 
 def _format(path: str, how: Weights) -> Format:
-    return {"embedding": how.embedding, "positions": how.positions, "head": how.head}.get(path, how.layers)
+    of_model = {"embedding": how.embedding, "layer_embedding": how.embedding, "positions": how.positions}
+    return {**of_model, "head": how.head}.get(path, how.layers)
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Tensor:

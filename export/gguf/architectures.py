@@ -11,7 +11,7 @@ into the weights:
 - what of a head is not rotated has divisors of its frequencies that are as good as infinite (`rope_freqs`).
 
 These graphs keep a K and a V cache, so that a unified model costs twice its rows; the one that keeps one row is in
-`gguf_latent.py`.
+`latent.py`.
 
 Not exact is GELU: ggml has the tanh form only in these graphs, at most 4.7e-4 from the erf form, and on a CPU reads
 it from a table in fp16.
@@ -27,8 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from edge_qkv.config import QUERY, ModelConfig
 from edge_qkv.errors import InputError
+from edge_qkv.export.gguf.plain import Plain
+from edge_qkv.layer import QUERY
 
 # The name of a decoder weight -> that weight in float32.
 Read = Callable[[str], np.ndarray]
@@ -120,7 +121,7 @@ _FAMILIES = (
 )
 
 
-def choose(config: ModelConfig) -> Family:
+def choose(config: Plain) -> Family:
     """The architecture that computes `config`; raises `InputError` with the reason where there is none."""
     alike = [f for f in _FAMILIES if f.norm == config.norm and config.mlp in f.mlps]
     family = next((f for f in alike if config.positions in f.positions), None)
@@ -134,7 +135,7 @@ def choose(config: ModelConfig) -> Family:
     raise InputError(f"--target gguf: llama.cpp has {reason}; export to onnx or executorch")
 
 
-def refusal(config: ModelConfig) -> str:
+def refusal(config: Plain) -> str:
     """What of a config none of the graphs computes, or nothing."""
     if config.query == "residual_gelu":
         return "query x + gelu(xW)"
@@ -147,7 +148,7 @@ def refusal(config: ModelConfig) -> str:
     return ""
 
 
-def _lacks(family: Family, config: ModelConfig) -> str:
+def _lacks(family: Family, config: Plain) -> str:
     for name in _BIASES:
         if getattr(config, name) and name not in family.biases:
             return name.replace("_", " ")
@@ -160,7 +161,7 @@ def _lacks(family: Family, config: ModelConfig) -> str:
     return ""
 
 
-def map_dense(config: ModelConfig) -> Mapping:
+def map_dense(config: Plain) -> Mapping:
     """The file of a decoder with a K and a V cache; raises `InputError` where no architecture computes it."""
     family = choose(config)
     factor = math.sqrt(config.width) if family.scales_embedding else 1.0
@@ -191,7 +192,7 @@ def map_dense(config: ModelConfig) -> Mapping:
     return Mapping(family.architecture, facts | family.metadata, tensors)
 
 
-def _divisors(config: ModelConfig) -> np.ndarray:
+def _divisors(config: Plain) -> np.ndarray:
     """What llama.cpp's angles pos * base^(-2i/D) are divided by to be pos * base^(-2i/R), or none from R/2 on."""
     pair = np.arange(config.head_dim // 2)
     divisors = np.full(pair.shape, _UNROTATED)
@@ -204,7 +205,7 @@ def _divisors(config: ModelConfig) -> np.ndarray:
 # ---- attention ----
 
 
-def _attention(config: ModelConfig, family: Family, i: int) -> list[Tensor]:
+def _attention(config: Plain, family: Family, i: int) -> list[Tensor]:
     """Query, key, value and output of a layer."""
     order = neighbours(config) if family.rope == "neighbours" else None
     query_rows, rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -241,13 +242,13 @@ def _attention(config: ModelConfig, family: Family, i: int) -> list[Tensor]:
     return tensors + linear(f"blk.{i}.attn_output", source, shape, config.attention_bias, bias)
 
 
-def _projection(config: ModelConfig, read: Read, i: int, name: str, part: str) -> np.ndarray:
+def _projection(config: Plain, read: Read, i: int, name: str, part: str) -> np.ndarray:
     if part == "bias" and not config.attention_bias:
         return np.zeros(config.kv_heads * config.head_dim, np.float32)
     return read(f"layers.{i}.attention.{name}.{part}")
 
 
-def form_query(config: ModelConfig, read: Read, i: int, part: str, divides: float) -> np.ndarray:
+def form_query(config: Plain, read: Read, i: int, part: str, divides: float) -> np.ndarray:
     """Weight or bias of a layer's query, for a graph that divides scores by `divides`."""
     rows = config.heads * config.head_dim
     if part == "bias" and not (config.attention_bias and QUERY[config.query]):
@@ -259,11 +260,11 @@ def form_query(config: ModelConfig, read: Read, i: int, part: str, divides: floa
     return made * np.float32(config.scale * divides)
 
 
-def query_role(config: ModelConfig) -> str:
+def query_role(config: Plain) -> str:
     return "wide" if config.query == "residual" else "matrix"  # of I + W, W is the small part
 
 
-def neighbours(config: ModelConfig) -> np.ndarray:
+def neighbours(config: Plain) -> np.ndarray:
     """[D]: which of our values of a head is at each place where pairs are neighbours and the rest comes last."""
     half = config.rotated // 2
     pairs = np.stack([np.arange(half), np.arange(half) + half], axis=1).ravel()
@@ -280,7 +281,7 @@ def reordered(x: np.ndarray, order: np.ndarray | None) -> np.ndarray:
 # ---- the rest of a layer, and what is outside of layers ----
 
 
-def common_metadata(config: ModelConfig) -> dict[str, Any]:
+def common_metadata(config: Plain) -> dict[str, Any]:
     epsilon = "layer_norm_rms_epsilon" if config.norm == "rmsnorm" else "layer_norm_epsilon"
     return {
         "vocab_size": config.vocab_size,
@@ -293,17 +294,17 @@ def common_metadata(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def embedding(config: ModelConfig, factor: float = 1.0) -> Tensor:
+def embedding(config: Plain, factor: float = 1.0) -> Tensor:
     role = "head" if config.tied_head else "table"
     return Tensor("token_embd.weight", (config.vocab_size, config.width), role, reader("embedding.weight", factor))
 
 
-def head(config: ModelConfig) -> Tensor:
+def head(config: Plain) -> Tensor:
     source = "embedding.weight" if config.tied_head else "head.weight"
     return Tensor("output.weight", (config.vocab_size, config.width), "head", reader(source))
 
 
-def norm(config: ModelConfig, name: str, source: str, factor: float = 1.0, zeros: bool = False) -> list[Tensor]:
+def norm(config: Plain, name: str, source: str, factor: float = 1.0, zeros: bool = False) -> list[Tensor]:
     """A norm times `factor`; zeros: with a bias in any case."""
     tensors = [Tensor(f"{name}.weight", (config.width,), "exact", reader(f"{source}.weight", factor))]
     if config.norm_bias:
@@ -313,7 +314,7 @@ def norm(config: ModelConfig, name: str, source: str, factor: float = 1.0, zeros
     return tensors
 
 
-def feed_forward(config: ModelConfig, i: int, suffix: str = "", zeros: bool = False) -> list[Tensor]:
+def feed_forward(config: Plain, i: int, suffix: str = "", zeros: bool = False) -> list[Tensor]:
     """The MLP. suffix: of its names, where an architecture has several MLPs."""
     inner, outer = (config.mlp_width, config.width), (config.width, config.mlp_width)
     shapes = ({"gate": inner} if config.gated_mlp else {}) | {"up": inner, "down": outer}

@@ -15,20 +15,19 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import quantize
 
 import edge_qkv
-from edge_qkv import package
 from edge_qkv.attention import FP16_MAX
 from edge_qkv.checkpoints import Checkpoint
+from edge_qkv.description import describe
 from edge_qkv.errors import InputError
-from edge_qkv.export import operator
 from edge_qkv.export.gguf import latent as gguf_latent
 from edge_qkv.export.gguf import tokenizer as gguf_tokenizer
 from edge_qkv.export.gguf.architectures import Mapping, Tensor
 from edge_qkv.export.packaging import Runner, Stored, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
-from edge_qkv.package import MODEL_FILES
-from edge_qkv.stored import cache_bytes_per_token, stored_as
+from edge_qkv.targets import cache_bytes_per_token, named, stored_as
+from edge_qkv.tokenizer import load_tokenizer, stop_tokens
 
-MODEL = MODEL_FILES["gguf"]
+MODEL = named("gguf").model_file
 _F32, _F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
 _Q8_0, _Q4_0 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0
 # The type of each role of a tensor. Head and embedding have 8 bits beside layers of 4, as in the other targets.
@@ -55,7 +54,6 @@ def export_gguf(
     weights: str = "q4_0",
     cache: str = "fp16",
     block_size: int | None = None,
-    prefill_chunk: int | None = None,
     tokenizer: Path | None = None,
     progress: Progress = silent,
     text: str | None = None,
@@ -67,29 +65,25 @@ def export_gguf(
     weights: 'f32', 'f16', 'q8_0' (int8), 'q4_0' (int4; head and embedding then have 8 bits) or 'q4_k', for which
     llama-cpp-python decides over each tensor (llama.cpp's Q4_K_M). Norms and biases are float32, and so is a matrix
     whose rows are no whole blocks. cache: 'fp32' or 'fp16', the type that a session gives llama.cpp's cache.
-    block_size, prefill_chunk: must be None, a file fixes neither. Without llama-cpp-python there is no parity report,
+    block_size: must be None, a file fixes none. Without llama-cpp-python there is no parity report,
     unless a `runner` makes it. The rest is as in `edge_qkv.export.onnx.exporter.export_onnx`.
 
     No more of the weights is in memory than one tensor of the file and what it is made of. Raises `InputError`, for a
     model or a tokenizer that llama.cpp cannot express before any long work; then no file is left and an earlier
     package at `output` is untouched.
     """
-    if prefill_chunk is not None:
-        raise InputError(
-            f"--prefill-chunk {prefill_chunk}: a GGUF model takes any number of tokens at once; "
-            "leave it out, and choose when the package is run"
-        )
-    weights, _, _ = stored_as("gguf", weights, block_size)
+    weights, how, _ = stored_as("gguf", weights, block_size)
     config = checkpoint.config
-    cached = cache_bytes_per_token(config, cache, "gguf")
     if weights == "q4_k" and importlib.util.find_spec("llama_cpp") is None:
         raise InputError(
             "--weights q4_k: needs llama-cpp-python, whose quantiser it is; install it (pip install "
             "'edge-qkv[llama-cpp]') or choose q4_0"
         )
     mapping = gguf_latent.map_model(config)
+    cached = cache_bytes_per_token(config, cache, "gguf")
     vocabulary = _vocabulary(tokenizer or checkpoint.tokenizer, config.vocab_size)
-    facts = operator.description(config, cache) | {"weights": weights, "created_by": edge_qkv.__version__}
+    facts = {"weights": weights, "created_by": edge_qkv.__version__}
+    facts["description"] = describe(config, cache, {"weight_bits": how.layers.bits, "block_size": 0})
 
     def write_model(directory: Path) -> None:
         if weights != "q4_k":
@@ -126,7 +120,7 @@ def export_gguf(
 def _vocabulary(tokenizer: Path | None, vocab_size: int) -> dict[str, Any]:
     if tokenizer is None:
         return gguf_tokenizer.metadata(None, vocab_size, ())
-    stops = package.stop_tokens(package.load_tokenizer(Path(tokenizer), vocab_size))
+    stops = stop_tokens(load_tokenizer(Path(tokenizer), vocab_size))
     return gguf_tokenizer.metadata(Path(tokenizer), vocab_size, stops)
 
 

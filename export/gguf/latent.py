@@ -27,19 +27,19 @@ import numpy as np
 from edge_qkv.config import ModelConfig
 from edge_qkv.export.gguf import architectures as dense
 from edge_qkv.export.gguf.architectures import Mapping, Read, Tensor
-from edge_qkv.stored import gguf_keeps_one_row
+from edge_qkv.export.gguf.plain import Plain, plain
+from edge_qkv.targets import gguf_keeps_one_row
 
 _SMALL = 2.0**-60
 
 
 def map_model(config: ModelConfig) -> Mapping:
     """What a GGUF file of `config` holds; raises `InputError` with the reason where llama.cpp cannot compute it."""
-    if not gguf_keeps_one_row(config):
-        return dense.map_dense(config)
-    return _deepseek2(config)
+    flat = plain(config)
+    return _deepseek2(flat) if gguf_keeps_one_row(config) else dense.map_dense(flat)
 
 
-def _deepseek2(config: ModelConfig) -> Mapping:
+def _deepseek2(config: Plain) -> Mapping:
     dim, rows = config.head_dim, config.heads * config.head_dim
     scale_norm = np.full(dim, math.sqrt(config.norm_eps) / _SMALL)
     each = np.broadcast_to(np.eye(dim, dtype=np.float32), (config.heads, dim, dim))

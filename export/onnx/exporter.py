@@ -16,25 +16,20 @@ import numpy as np
 import onnx_ir as ir
 
 import edge_qkv
-from edge_qkv import attention, files
+from edge_qkv import files
 from edge_qkv.checkpoints import Checkpoint
+from edge_qkv.description import FINGERPRINT
 from edge_qkv.errors import InputError
-from edge_qkv.export import parity
+from edge_qkv.export import operator, parity
 from edge_qkv.export.onnx import graph as onnx_graph
 from edge_qkv.export.onnx import weights as onnx_weights
-from edge_qkv.export.onnx.weights import Pieces, Recipe
-from edge_qkv.export.packaging import Runner, Stored, check_cache, check_space, open_session, write_package
+from edge_qkv.export.onnx.weights import DataFile, Pieces, Storage
+from edge_qkv.export.packaging import Runner, Stored, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
-from edge_qkv.export.quantize import BLOCK_SIZES
-from edge_qkv.stored import DEFAULT_BLOCK_SIZE
+from edge_qkv.model import Decoder
+from edge_qkv.targets import check_cache, stored_as
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
-BITS = {"fp32": 0, "int8": 8, "int4": 4}
-# Chosen by measurement. With the tied head and embedding in 8 bits and layers in blocks of 32 / 64 / 128, the bundled
-# model's perplexity over its held-out play rises by 0.07 / 1.00 / 0.61 %; 1.2B Q-MQA decodes in 31 / 27-32 / 26 ms and
-# prefills 136 / 144 / 187 tokens/s (2 cores with AVX-512). After 1,000 of its 2,600 steps, a head of 4 bits cost
-# 0.0051 / 0.0063 / 0.0075 nats of divergence from fp32 where one of 8 bits cost 0.0016 / 0.0020 / 0.0024.
-HEAD_BITS = TABLE_BITS = 8
 
 
 def export_onnx(
@@ -64,18 +59,20 @@ def export_onnx(
     except for the parity report, which holds the model in float32. Raises `InputError`; then no file is left
     and an earlier package at `output` is untouched.
     """
-    recipe = _recipe(weights, block_size, accuracy_level)
-    check_cache(cache)
+    weights, how, block = stored_as("onnx", weights, block_size)
+    check_cache("onnx", cache)
     config = checkpoint.config
-    decoder, storage = onnx_weights.prepare(config, onnx_graph.symbolic_attend, recipe)
-    data = onnx_weights.DataFile(onnx_graph.named_weights(decoder), storage)
+    decoder, storage = onnx_weights.prepare(config, onnx_graph.attend_in(config), how, accuracy_level)
+    data = DataFile(onnx_graph.named_weights(decoder), storage)
     matrix_bytes, table_bytes = onnx_weights.stored_bytes(decoder)
-    block = recipe.block_size if recipe.bits else None
     facts = {
-        "weight_bits": recipe.bits or 32,
-        "block_size": block or 0,
+        "weight_bits": how.layers.bits,
+        "block_size": block,
         "matrix_bytes": matrix_bytes,
         "table_bytes": table_bytes,
+        "prefill_chunk": 0,
+        "cache_rows": 0,
+        "operator": operator.VERSION,
     }
 
     def write_model(directory: Path) -> None:
@@ -83,15 +80,15 @@ def export_onnx(
         progress("Tracing the graph", 0, 0)
         model = onnx_graph.build(decoder, cache)
         onnx_graph.finish(model, config, cache, edge_qkv.__version__, facts)
-        _write_data(checkpoint, storage, data, directory / DATA, progress)
+        _write_data(checkpoint, decoder, storage, data, directory / DATA, progress)
         onnx_graph.fill(model, lambda name: data.tensor(name, directory / DATA))
-        model.metadata_props["edge_qkv.fingerprint"] = _fingerprint(model, directory / DATA)
+        model.metadata_props[FINGERPRINT] = _fingerprint(model, directory / DATA)
         (directory / MODEL).write_bytes(_serialized(model))
 
     return write_package(
         checkpoint,
         output,
-        Stored("onnx", weights, cache, block),
+        Stored("onnx", weights, cache, block or None),
         write_model,
         tokenizer=tokenizer,
         text=text,
@@ -124,22 +121,9 @@ def open_runner(directory: Path, context: int) -> Iterator[tuple[parity.Score, s
             yield opened
 
 
-def _recipe(weights: str, block_size: int | None, accuracy_level: int) -> Recipe:
-    if weights not in BITS:
-        raise InputError(f"--weights {weights}: must be one of {', '.join(BITS)} for the target onnx")
-    bits = BITS[weights]
-    if block_size is not None and not bits:
-        raise InputError("--block-size applies to --weights int8 and int4 only; leave it out with fp32")
-    if block_size is not None and block_size not in BLOCK_SIZES:
-        raise InputError(
-            f"--block-size {block_size} is not supported; choose one of {', '.join(map(str, BLOCK_SIZES))}"
-        )
-    head, table = (HEAD_BITS, TABLE_BITS) if bits else (0, 0)
-    return Recipe(bits, head, table, block_size or DEFAULT_BLOCK_SIZE, accuracy_level)
-
-
-def _write_data(checkpoint: Checkpoint, storage, data, path: Path, progress: Progress) -> None:
-    config = checkpoint.config
+def _write_data(
+    checkpoint: Checkpoint, decoder: Decoder, storage: Storage, data: DataFile, path: Path, progress: Progress
+) -> None:
     sizes = dict.fromkeys(storage.convert, 0)
 
     def source(name: str) -> Callable[[], Pieces]:
@@ -154,9 +138,9 @@ def _write_data(checkpoint: Checkpoint, storage, data, path: Path, progress: Pro
         return make
 
     sources: dict[str, Callable[[], Pieces]] = {name: source(name) for name in storage.convert}
-    if config.rotary:
-        sources["rotary tables"] = lambda: dict(zip(("cos", "sin"), attention.rotary_tables(config), strict=True))
-    total, done = config.parameters() * 4, 0
+    if checkpoint.config.rotary:
+        sources["rotary tables"] = decoder.rotary_tables
+    total, done = checkpoint.config.parameters() * 4, 0
 
     def report(name: str) -> None:
         nonlocal done

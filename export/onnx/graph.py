@@ -10,18 +10,14 @@ from torch import Tensor, nn
 
 from edge_qkv.attention import CACHE_DTYPE
 from edge_qkv.config import ModelConfig
+from edge_qkv.description import DESCRIPTION, describe
 from edge_qkv.export import operator
 from edge_qkv.export.onnx import function as onnx_function
 from edge_qkv.export.progress import quiet
+from edge_qkv.layer import LayerSpec
 from edge_qkv.model import Decoder
 
 _EXAMPLE_TOKENS, _EXAMPLE_ROWS, _EXAMPLE_CAPACITY = 5, 3, 8  # never 0 or 1: tracing would take those for constants
-
-
-def cache_names(config: ModelConfig, cache: str) -> list[tuple[str, ...]]:
-    """The names of each layer's caches as graph inputs, in the order of `Decoder.new_caches`."""
-    kinds = operator.cache_kinds(config, cache)
-    return [tuple(f"{kind}.{i}" for kind in kinds) for i in range(config.layers)]
 
 
 def output_name(cache: str) -> str:
@@ -30,33 +26,43 @@ def output_name(cache: str) -> str:
     return f"{kind}_out.{layer}"
 
 
-def symbolic_attend(
-    config: ModelConfig,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    caches: tuple[Tensor, ...],
-    past: Tensor,
-    tables: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Stands in for `edge_qkv.attention.attend` and leaves the operator's node in the graph."""
-    cache = next(name for name, dtype in CACHE_DTYPE.items() if dtype == caches[0].dtype)
-    used = onnx_function.used_outputs(config, cache)
-    after = dict(zip(used[1:], caches, strict=True))  # an output has the type and shape of its input
-    given = list(operator.inputs(config, query, key, value, caches, past, tables).values())
-    while given[-1] is None:
-        given.pop()
-    outputs = onnx_function.OUTPUTS[1 : onnx_function.OUTPUTS.index(used[-1]) + 1]
-    like = [after.get(name, caches[0]) for name in outputs]  # those absent are omitted in `build`
-    out, *updated = torch.onnx.ops.symbolic_multi_out(
-        f"{onnx_function.DOMAIN}::{onnx_function.NAME}",
-        given,
-        operator.attributes(config),
-        dtypes=(query.dtype, *(c.dtype for c in like)),
-        shapes=((*key.shape[:2], config.heads * config.head_dim), *(c.shape for c in like)),
-        version=operator.VERSION,
-    )
-    return out, tuple(tensor for name, tensor in zip(outputs, updated, strict=True) if name in after)
+def attend_in(config: ModelConfig) -> Callable:
+    """A function that stands in for `edge_qkv.attention.attend` and leaves the operator's nodes in the graph.
+
+    Raises `InputError` for a model that has too many kinds of attention.
+    """
+    op_types = onnx_function.op_types(config)
+
+    def attend(
+        spec: LayerSpec,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        caches: tuple[Tensor, ...],
+        past: Tensor,
+        tables: tuple[Tensor, Tensor] | None,
+        key_weight: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        cache = next(name for name, dtype in CACHE_DTYPE.items() if dtype == caches[0].dtype)
+        used = onnx_function.used_outputs(spec, cache)
+        outputs = onnx_function.up_to_last(onnx_function.OUTPUTS, used)[1:]
+        after = dict(zip(used[1:], caches, strict=True)) if used[1:] else {}  # of the type and shape of their inputs
+        given = list(operator.inputs(spec, query, key, value, caches, past, tables, key_weight).values())
+        while given[-1] is None:
+            given.pop()
+        like = [after.get(name, caches[0]) for name in outputs]  # those absent are omitted in `build`
+        out, *updated = torch.onnx.ops.symbolic_multi_out(
+            f"{onnx_function.DOMAIN}::{op_types[onnx_function.seen_alike(spec)][0]}",
+            given,
+            operator.attributes(spec),
+            dtypes=(query.dtype, *(c.dtype for c in like)),
+            shapes=((*query.shape[:2], spec.heads * spec.values), *(c.shape for c in like)),
+            version=operator.VERSION,
+        )
+        written = tuple(tensor for name, tensor in zip(outputs, updated, strict=True) if name in after)
+        return out, written or caches
+
+    return attend
 
 
 class _WithWeights(nn.Module):
@@ -65,16 +71,18 @@ class _WithWeights(nn.Module):
     As inputs of the graph they have no values, so nothing can be folded, merged or copied on their account.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, cache: str) -> None:
         super().__init__()
         self._decoder = (decoder,)  # in a tuple: not a submodule, its own parameters stay out
+        self._layers = [tensor.layer for tensor in decoder.config.cache_tensors(cache)]
 
     def forward(
         self, input_ids: Tensor, past: Tensor, logit_rows: Tensor, weights: dict[str, Tensor], caches: list[Tensor]
     ) -> tuple[Tensor, ...]:
         (decoder,) = self._decoder
-        each = len(caches) // decoder.config.layers
-        grouped = [tuple(caches[i : i + each]) for i in range(0, len(caches), each)]
+        grouped = [() for _ in decoder.layers]
+        for layer, tensor in zip(self._layers, caches, strict=True):
+            grouped[layer] += (tensor,)
         logits, updated = torch.func.functional_call(decoder, weights, (input_ids, past, grouped, logit_rows))
         return (logits, *(cache for layer in updated for cache in layer))
 
@@ -88,7 +96,7 @@ def build(decoder: Decoder, cache: str) -> ir.Model:
     """Lowers a prepared decoder. The initializers are values without data; their names are `named_weights`'."""
     config, dtype = decoder.config, CACHE_DTYPE[cache]
     weights = {name: _without_memory(w.shape, w.dtype) for name, w in named_weights(decoder).items()}
-    names = [name for layer in cache_names(config, cache) for name in layer]
+    names = [tensor.name for tensor in config.cache_tensors(cache)]
     example = (
         torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.int64),
         torch.tensor(2),
@@ -107,7 +115,7 @@ def build(decoder: Decoder, cache: str) -> ir.Model:
     }
     with quiet():
         program = torch.onnx.export(
-            _WithWeights(decoder).eval(),
+            _WithWeights(decoder, cache).eval(),
             example,
             dynamo=True,
             opset_version=onnx_function.OPSET,
@@ -127,19 +135,21 @@ def fill(model: ir.Model, tensor_of: Callable[[str], ir.TensorProtocol]) -> None
             value.const_value = tensor_of(name)
 
 
-def finish(model: ir.Model, config: ModelConfig, cache: str, producer_version: str, stored: Mapping[str, int]) -> None:
-    """Adds the operator's function, and the metadata from which the runtime plans without any other file.
+def finish(
+    model: ir.Model, config: ModelConfig, cache: str, producer_version: str, facts: Mapping[str, int | str]
+) -> None:
+    """Adds the operator's functions, and the description from which the runtime plans without any other file.
 
-    stored: how the weights are stored (`weight_bits`, `block_size`, `matrix_bytes`, `table_bytes`).
+    facts: of `edge_qkv.description.describe`.
     """
-    function = ir.serde.deserialize_function(onnx_function.attention_function(config, cache))
-    model.functions[function.identifier()] = function
+    for op_type, spec in onnx_function.op_types(config).values():
+        function = ir.serde.deserialize_function(onnx_function.attention_function(spec, cache, op_type))
+        model.functions[function.identifier()] = function
     model.opset_imports[onnx_function.DOMAIN] = operator.VERSION
     model.producer_name, model.producer_version = "edge-qkv", producer_version
     model.ir_version = 10  # the one of opset 21
     model.metadata_props.clear()
-    facts = operator.description(config, cache) | {name: str(n) for name, n in stored.items()}
-    model.metadata_props.update({f"edge_qkv.{name}": value for name, value in facts.items()})
+    model.metadata_props[DESCRIPTION] = describe(config, cache, facts)
 
 
 def _name_interface(graph: ir.Graph, caches: list[str], weights: list[str]) -> None:
@@ -164,10 +174,11 @@ def _name_interface(graph: ir.Graph, caches: list[str], weights: list[str]) -> N
 
 
 def _omit_outputs(graph: ir.Graph, config: ModelConfig, cache: str) -> None:
-    """Marks the operator's outputs that this model does not have as absent, which tracing cannot express."""
-    used = onnx_function.used_outputs(config, cache)
+    """Marks the operator's outputs that a kind of layer does not have as absent, which tracing cannot express."""
+    kinds = dict(onnx_function.op_types(config).values())
     for node in graph:
         if node.domain == onnx_function.DOMAIN:
+            used = onnx_function.used_outputs(kinds[node.op_type], cache)
             for value, name in zip(node.outputs, onnx_function.OUTPUTS, strict=False):
                 if name not in used:
                     value.name = ""

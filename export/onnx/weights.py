@@ -15,25 +15,17 @@ from torch import Tensor, nn
 
 from edge_qkv.config import ModelConfig
 from edge_qkv.export.quantize import blocks_of, quantize
+from edge_qkv.formats import Format, Weights
 from edge_qkv.model import Decoder, RMSNorm
-from edge_qkv.stored import ALIGNMENT, INLINE_BELOW
+from edge_qkv.targets import named
 
 # Rows of a quantised head that one operator takes. An engine that repacks a matrix holds it twice while it does so:
 # with the head of a large vocabulary in one piece, that moment would be the peak of memory.
 HEAD_ROWS = 8192
 
+_SIZES = named("onnx").sizes
+
 Pieces = dict[str, Tensor]  # name in the file -> data
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What is stored in how many bits; 0 means float32."""
-
-    bits: int  # of the matrices inside the layers
-    head_bits: int  # of the head, and of the embedding tied to it
-    table_bits: int  # of tables that are only looked up: an untied embedding, learned positions
-    block_size: int
-    accuracy_level: int  # of MatMulNBits; 4: activations become int8, block by block; 1: they stay float32
 
 
 @dataclass
@@ -48,12 +40,14 @@ class Storage:
     def place_of(self, parameter: str) -> tuple[str, int]:
         return self.alias.get(parameter, (parameter, 0))
 
-    def store_blocked(self, weight: str, name: str, bits: int, block_size: int) -> None:
+    def store_blocked(self, name: str, how: Format) -> None:
+        """The weight of the module `name` as codes and scales."""
+
         def convert(tensor: Tensor) -> Pieces:
-            quantized = quantize(tensor, bits, block_size)
+            quantized = quantize(tensor, how.bits, how.block)
             return {f"{name}.packed": quantized.codes, f"{name}.scales": quantized.scales}
 
-        self.convert[weight] = convert
+        self.convert[f"{name}.weight"] = convert
 
 
 class FloatLinear(nn.Module):
@@ -90,25 +84,21 @@ class FloatHead(nn.Module):
 class BlockedLinear(nn.Module):
     """x [..., K] times a weight [N, K] in blocks of 4 or 8 bits."""
 
-    def __init__(self, inputs: int, outputs: int, bits: int, recipe: Recipe, bias: nn.Parameter | None) -> None:
+    def __init__(self, inputs: int, outputs: int, how: Format, accuracy: int, bias: nn.Parameter | None) -> None:
+        """accuracy: the operator's accuracy_level; 4: activations become int8, block by block; 1: they stay float32."""
         super().__init__()
-        self.inputs, self.outputs, self.bits, self.recipe, self.bias = inputs, outputs, bits, recipe, bias
-        blocks = blocks_of(inputs, recipe.block_size)
-        self.packed = _placeholder((outputs, blocks, recipe.block_size * bits // 8), torch.uint8)
+        self.outputs, self.bias = outputs, bias
+        blocks = blocks_of(inputs, how.block)
+        self.packed = _placeholder((outputs, blocks, how.block * how.bits // 8), torch.uint8)
         self.scales = _placeholder((outputs, blocks))
+        self.options = {"K": inputs, "N": outputs, "bits": how.bits, "block_size": how.block}
+        self.options["accuracy_level"] = accuracy
 
     def forward(self, x: Tensor) -> Tensor:
-        options = {
-            "K": self.inputs,
-            "N": self.outputs,
-            "bits": self.bits,
-            "block_size": self.recipe.block_size,
-            "accuracy_level": self.recipe.accuracy_level,
-        }
         x = torch.onnx.ops.symbolic(
             "com.microsoft::MatMulNBits",
             (x, self.packed, self.scales),
-            options,
+            self.options,
             dtype=x.dtype,
             shape=(*x.shape[:-1], self.outputs),
             version=1,
@@ -119,12 +109,10 @@ class BlockedLinear(nn.Module):
 class BlockedHead(nn.Module):
     """x [1, R, K] times a weight [V, K] in blocks, `HEAD_ROWS` of its rows at a time."""
 
-    def __init__(self, head: nn.Linear, recipe: Recipe) -> None:
+    def __init__(self, head: nn.Linear, how: Format, accuracy: int) -> None:
         super().__init__()
         sizes = [min(HEAD_ROWS, head.out_features - row) for row in range(0, head.out_features, HEAD_ROWS)]
-        self.parts = nn.ModuleList(
-            BlockedLinear(head.in_features, size, recipe.head_bits, recipe, None) for size in sizes
-        )
+        self.parts = nn.ModuleList(BlockedLinear(head.in_features, size, how, accuracy, None) for size in sizes)
 
     def places(self, name: str) -> dict[str, tuple[str, int]]:
         """Parameter of this module, as `head` of the decoder -> where it is in the pieces of the matrix `name`."""
@@ -146,19 +134,19 @@ class BlockedTable(nn.Module):
     Reads the same bytes as MatMulNBits, but wants them as a matrix: [V, blocks * block_size * bits / 8].
     """
 
-    def __init__(self, table: nn.Embedding, bits: int, block_size: int) -> None:
+    def __init__(self, table: nn.Embedding, how: Format) -> None:
         super().__init__()
-        self.columns, self.bits, self.block_size = table.embedding_dim, bits, block_size
-        blocks = blocks_of(self.columns, block_size)
-        self.padded = blocks * block_size
-        self.packed = _placeholder((table.num_embeddings, self.padded * bits // 8), torch.uint8)
+        self.columns, self.how = table.embedding_dim, how
+        blocks = blocks_of(self.columns, how.block)
+        self.padded = blocks * how.block
+        self.packed = _placeholder((table.num_embeddings, self.padded * how.bits // 8), torch.uint8)
         self.scales = _placeholder((table.num_embeddings, blocks))
 
     def forward(self, indices: Tensor) -> Tensor:
         rows = torch.onnx.ops.symbolic(
             "com.microsoft::GatherBlockQuantized",
             (self.packed, indices, self.scales),
-            {"gather_axis": 0, "quantize_axis": 1, "block_size": self.block_size, "bits": self.bits},
+            {"gather_axis": 0, "quantize_axis": 1, "block_size": self.how.block, "bits": self.how.bits},
             dtype=self.scales.dtype,
             shape=(*indices.shape, self.padded),
             version=1,
@@ -167,34 +155,40 @@ class BlockedTable(nn.Module):
 
 
 class FusableRMSNorm(nn.Module):
-    """RMSNorm in the chain of operators that ONNX Runtime fuses into one kernel."""
+    """RMSNorm in the chain of operators that ONNX Runtime fuses into one kernel, where it has a weight."""
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
         self.eps, self.weight, self.bias = norm.eps, norm.weight, norm.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+        x = x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        x = x if self.weight is None else x * self.weight
         return x if self.bias is None else x + self.bias
 
 
-def prepare(config: ModelConfig, attend: Callable, recipe: Recipe) -> tuple[Decoder, Storage]:
-    """The decoder without data (device meta), its matrices replaced by modules that store them as the recipe says."""
+def prepare(config: ModelConfig, attend: Callable, how: Weights, accuracy: int) -> tuple[Decoder, Storage]:
+    """The decoder without data (device meta), its matrices replaced by modules that store them as `how` says.
+
+    accuracy: of `BlockedLinear`.
+    """
     with torch.device("meta"):
         decoder = Decoder(config, attend)
     storage = Storage()
     names = decoder.weight_names()
-    for layer in decoder.layers:
-        layer.attention_norm, layer.mlp_norm = _norm(layer.attention_norm), _norm(layer.mlp_norm)
-    decoder.norm = _norm(decoder.norm)
     for name, module in list(decoder.named_modules()):
-        if isinstance(module, nn.Linear) and name != "head":
-            parent, _, child = name.rpartition(".")
-            setattr(decoder.get_submodule(parent), child, _linear(name, module, recipe, storage))
-    if decoder.positions is not None and recipe.table_bits:
-        decoder.positions = BlockedTable(decoder.positions, recipe.table_bits, recipe.block_size)
-        storage.store_blocked("positions.weight", "positions", recipe.table_bits, recipe.block_size)
-    _replace_ends(decoder, recipe, storage)
+        parent, _, child = name.rpartition(".")
+        if isinstance(module, RMSNorm):
+            setattr(decoder.get_submodule(parent), child, FusableRMSNorm(module))
+        elif isinstance(module, nn.Linear) and name != "head":
+            setattr(decoder.get_submodule(parent), child, _linear(name, module, how.layers, accuracy, storage))
+    tables = {"positions": how.positions, "layer_embedding": how.embedding}
+    tables["embedding"] = how.head if config.tied_head else how.embedding
+    for name, stored in tables.items():
+        if (table := getattr(decoder, name, None)) is not None and stored.scale_bytes:
+            setattr(decoder, name, BlockedTable(table, stored))
+            storage.store_blocked(name, stored)
+    _replace_head(decoder, how.head, accuracy, storage)
     for name in names:  # what no module stores in its own way is stored as it is
         storage.convert.setdefault(name, lambda tensor, name=name: {name: tensor.to(torch.float32).contiguous()})
     return decoder, storage
@@ -214,32 +208,23 @@ def stored_bytes(decoder: Decoder) -> tuple[int, int]:
     return matrices, tables
 
 
-def _replace_ends(decoder: Decoder, recipe: Recipe, storage: Storage) -> None:
-    """The embedding and the head; tied, they share their stored bytes."""
-    tied = decoder.config.tied_head
-    embedding, head = decoder.embedding, decoder.head
-    embedding_bits = recipe.head_bits if tied else recipe.table_bits
-    if embedding_bits:
-        decoder.embedding = BlockedTable(embedding, embedding_bits, recipe.block_size)
-        storage.store_blocked("embedding.weight", "embedding", embedding_bits, recipe.block_size)
-    if not recipe.head_bits:
+def _replace_head(decoder: Decoder, how: Format, accuracy: int, storage: Storage) -> None:
+    """The head; tied, it shares the stored bytes of the embedding."""
+    tied, head = decoder.config.tied_head, decoder.head
+    if not how.scale_bytes:
         decoder.head = FloatHead(head.weight)
         return
-    decoder.head = BlockedHead(head, recipe)
+    decoder.head = BlockedHead(head, how, accuracy)
     storage.alias |= decoder.head.places("embedding" if tied else "head")
     if not tied:
-        storage.store_blocked("head.weight", "head", recipe.head_bits, recipe.block_size)
+        storage.store_blocked("head", how)
 
 
-def _norm(norm: nn.Module) -> nn.Module:
-    return FusableRMSNorm(norm) if isinstance(norm, RMSNorm) else norm
-
-
-def _linear(name: str, linear: nn.Linear, recipe: Recipe, storage: Storage) -> nn.Module:
+def _linear(name: str, linear: nn.Linear, how: Format, accuracy: int, storage: Storage) -> nn.Module:
+    if how.scale_bytes:
+        storage.store_blocked(name, how)
+        return BlockedLinear(linear.in_features, linear.out_features, how, accuracy, linear.bias)
     weight = f"{name}.weight"
-    if recipe.bits:
-        storage.store_blocked(weight, name, recipe.bits, recipe.block_size)
-        return BlockedLinear(linear.in_features, linear.out_features, recipe.bits, recipe, linear.bias)
     storage.convert[weight] = lambda tensor: {weight: tensor.to(torch.float32).t().contiguous()}
     return FloatLinear(linear)
 
@@ -267,9 +252,9 @@ class DataFile:
             piece, offset = storage.place_of(name)
             sizes[piece] = max(sizes.get(piece, 0), offset + _nbytes(parameter))
         for piece, size in sizes.items():
-            if size >= INLINE_BELOW:
+            if size >= _SIZES.inline_below:
                 self._offset[piece] = self.bytes
-                self.bytes += -(-size // ALIGNMENT) * ALIGNMENT
+                self.bytes += -(-size // _SIZES.alignment) * _SIZES.alignment
 
     def write(self, path: Path, sources: Mapping[str, Callable[[], Pieces]], done: Callable[[str], None]) -> None:
         """Makes and writes the pieces of one source after the other; `done(source)` follows each."""

@@ -107,6 +107,7 @@ SessionOptions session_options(const eqkv_model& model, const eqkv_session_optio
   const Plan& plan = model.plan;
   options.context = read.context == 0 ? plan.context : read.context;
   options.prefill_chunk = read.prefill_chunk;
+  options.margin = read.margin;
   if (read.overflow < EQKV_OVERFLOW_ERROR || read.overflow > EQKV_OVERFLOW_SHIFT) {
     throw Error(EQKV_INVALID_ARGUMENT,
                 "The overflow policy " + std::to_string(read.overflow) + " is unknown.");
@@ -118,13 +119,20 @@ SessionOptions session_options(const eqkv_model& model, const eqkv_session_optio
                     " tokens is more than the model's memory budget was planned for, " +
                     std::to_string(plan.context) + ".");
   }
-  const int64_t chunk =
-      chunk_tokens(options.prefill_chunk, model.engine->info().prefill_chunk, options.context);
+  const int64_t chunk = chunk_tokens(options.prefill_chunk,
+                                     model.engine->info().description.prefill_chunk, options.context);
   if (model.has_budget && chunk > plan.prefill_chunk) {
     throw Error(EQKV_OVER_BUDGET,
                 "A prefill chunk of " + std::to_string(chunk) +
                     " tokens is more than the model's memory budget was planned for, " +
                     std::to_string(plan.prefill_chunk) + ".");
+  }
+  const CacheLayout& layout = model.engine->info().layout;
+  if (model.has_budget && options.margin > 0 &&
+      resident_bytes(layout, options.context, options.margin, chunk) > plan.cache) {
+    throw Error(EQKV_OVER_BUDGET, "A margin of " + std::to_string(options.margin) +
+                                      " tokens needs more cache than the model's memory budget was "
+                                      "planned for; leave it out or open a shorter session.");
   }
   return options;
 }
@@ -156,9 +164,10 @@ eqkv_status eqkv_model_open(const char* path, const eqkv_model_options* options,
     eqkv_model_options read = {};
     if (options) read = read_options(options, read);
     auto opened = std::make_unique<eqkv_model>();
-    opened->plan = plan_to_open(path, read);
+    const ModelInfo described = describe_model(path);
+    opened->plan = plan_to_open(described, read);
     opened->has_budget = read.memory > 0;
-    opened->engine = open_model(path, engine_options(read));
+    opened->engine = load_model(described, engine_options(read));
     opened->pool = std::make_shared<SessionPool>(opened->engine, spill_directory(read.spill),
                                                  opened->has_budget ? opened->plan.cache : 0);
     *model = opened.release();
@@ -217,16 +226,15 @@ eqkv_status eqkv_model_get_info(const eqkv_model* model, eqkv_model_info* info) 
     const ModelInfo& m = model->engine->info();
     eqkv_model_info all = {0,
                            m.engine,
-                           facts(m.cache.type).name,
-                           m.vocab_size,
-                           m.cache.layers,
-                           m.cache.kv_heads,
-                           m.cache.head_dim,
-                           m.max_positions,
-                           m.cache.token_bytes(),
+                           facts(m.layout.type).name,
+                           m.description.vocab_size,
+                           m.description.layers(),
+                           m.description.max_positions,
+                           m.layout.token_bytes(),
                            m.packed,
                            model->plan.context,
-                           ""};
+                           "",
+                           m.text.c_str()};
     std::snprintf(all.fingerprint, sizeof all.fingerprint, "%s", m.fingerprint.c_str());
     write_info(info, all);
   });
@@ -296,10 +304,23 @@ eqkv_status eqkv_session_sample(eqkv_session* session, int32_t* token) {
   });
 }
 
-eqkv_status eqkv_session_rewind(eqkv_session* session, int64_t length) {
-  return with_session(session, [&](Session& s) {
+eqkv_status eqkv_session_rewind(eqkv_session* session, int64_t length, eqkv_progress progress,
+                                void* data, int64_t* evaluated) {
+  bool evaluates = false;  // which waits for its turn, and has the rows in RAM
+  const eqkv_status status = with_session(session, [&](Session& s) {
+    if (evaluated) *evaluated = 0;
+    evaluates = length >= 0 && length <= s.length() && !s.can_go_back_to(length);
+    if (evaluates) return;
     s.rewind(length);
     session->pool->settle(session->member, s.length());
+  });
+  if (status != EQKV_OK || !evaluates) return status;
+  const auto rows = [&](const Session&) { return length; };
+  return with_rows(session, rows, [&](Session& s) {
+    const int64_t again = s.rewind(length, [&](int64_t done, int64_t total) {
+      if (progress) progress(data, done, total);
+    });
+    if (evaluated) *evaluated = again;
   });
 }
 
@@ -367,7 +388,7 @@ eqkv_status eqkv_session_tokens(const eqkv_session* session, int32_t* tokens, si
 eqkv_status eqkv_session_get_info(const eqkv_session* session, eqkv_session_info* info) {
   return with_session(session, [&](const Session& s) {
     require(info, "info");
-    const uint64_t used = static_cast<uint64_t>(s.length() * s.cache().view().layout.token_bytes());
+    const uint64_t used = s.cache().live_bytes(s.length());
     write_info(info, {0, s.length(), s.context(), used, s.cache().committed_bytes(),
                       s.cache().reserved_bytes(), s.dropped()});
   });

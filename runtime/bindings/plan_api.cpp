@@ -20,6 +20,7 @@ PlanOptions plan_options(const eqkv_plan_options& given) {
   options.memory = given.memory;
   options.context = given.context;
   options.prefill_chunk = given.prefill_chunk;
+  options.margin = given.margin;
   options.threads = resolved_threads(given.threads);
   options.packed = given.packed != 0;
   return options;
@@ -30,35 +31,15 @@ eqkv_plan_options read_plan_options(const eqkv_plan_options* given) {
   return given ? read_options(given, options) : options;
 }
 
-PlanModel plan_model(const eqkv_plan_model& m) {
-  PlanModel model;
-  model.cache = {CacheType::kFloat16, m.layers, m.caches, m.kv_heads, m.head_dim};
-  model.heads = m.heads;
-  model.width = m.width;
-  model.mlp_width = m.mlp_width;
-  model.mlp_matrices = m.mlp_matrices;
-  model.vocab_size = m.vocab_size;
-  model.max_positions = m.max_positions;
-  model.weight_bytes = m.weight_bytes;
-  model.matrix_bytes = m.matrix_bytes;
-  model.table_bytes = m.table_bytes;
-  model.weight_bits = m.weight_bits;
-  model.block_size = m.block_size;
-  model.prefill_chunk = m.prefill_chunk;
-  return model;
-}
-
-void write_model(const PlanModel& m, eqkv_plan_model* out) {
-  write_info(out, {0, m.cache.layers, m.cache.caches, m.cache.kv_heads, m.cache.head_dim, m.heads,
-                   m.width, m.mlp_width, m.mlp_matrices, m.vocab_size, m.max_positions, m.weight_bytes,
-                   m.matrix_bytes, m.table_bytes, m.weight_bits, m.block_size, m.prefill_chunk});
-}
-
-// Fills in `out`, then throws where the budget does not hold the plan.
-void write_plan(const Plan& p, eqkv_plan_info* out) {
+// Plans the model, whose files have `weight_bytes`, and fills in `out`; then throws where the budget
+// does not hold the plan.
+void plan(Description model, const PlanEngine& engine, const eqkv_plan_options& options,
+          uint64_t weight_bytes, eqkv_plan_info* out) {
+  model.cache = cache_type(options.cache_type, model.cache);
+  const Plan p = plan_memory(model, plan_options(options), engine);
   write_info(out, {0, p.context, p.prefill_chunk, p.threads, facts(p.cache_type).name, p.weights_file,
                    p.weights_anonymous, p.cache, p.workspace, p.engine_file, p.engine_anonymous,
-                   p.expected(), p.margin, p.total(), p.anonymous()});
+                   p.expected(), p.margin, p.total(), p.anonymous(), weight_bytes, model.matrix_bytes});
   if (!p.over_budget.empty()) throw Error(EQKV_OVER_BUDGET, p.over_budget);
 }
 
@@ -69,7 +50,7 @@ EngineOptions engine_options(const eqkv_model_options& options) {
   return {text(options.engine_library), options.threads, text(options.packed_weights)};
 }
 
-Plan plan_to_open(const std::string& path, const eqkv_model_options& given) {
+Plan plan_to_open(const ModelInfo& model, const eqkv_model_options& given) {
   PlanOptions options;
   options.memory = given.memory;
   if (given.memory > 0) {  // without a budget they ask for nothing
@@ -77,10 +58,9 @@ Plan plan_to_open(const std::string& path, const eqkv_model_options& given) {
     options.prefill_chunk = given.prefill_chunk;
   }
   options.threads = resolved_threads(given.threads);
-  options.packed = model_is_packed(path, engine_options(given));
-  const ModelDescription model = describe_model(path);
-  const Plan plan = plan_memory(model.plan, options, plan_engine(model.info.engine));
-  if (!plan.over_budget.empty()) throw Error(EQKV_OVER_BUDGET, path + ": " + plan.over_budget);
+  options.packed = model_is_packed(model, engine_options(given));
+  const Plan plan = plan_memory(model.description, options, plan_engine(model.engine));
+  if (!plan.over_budget.empty()) throw Error(EQKV_OVER_BUDGET, model.path + ": " + plan.over_budget);
   return plan;
 }
 
@@ -90,36 +70,30 @@ using namespace edge_qkv;
 
 extern "C" {
 
-eqkv_status eqkv_plan(const eqkv_plan_model* model, const eqkv_plan_options* options,
-                      eqkv_plan_info* plan) {
+eqkv_status eqkv_plan(const char* description, const eqkv_plan_options* options, eqkv_plan_info* info) {
   return guarded([&] {
-    require(model, "model");
-    require(plan, "plan");
+    require(description, "description");
+    require(info, "plan");
     const eqkv_plan_options read = read_plan_options(options);
-    PlanModel planned = plan_model(read_options(model, {}));
-    planned.cache.type = cache_type(read.cache_type, CacheType::kFloat16);
     const PlanEngine& engine = plan_engine(read.engine ? read.engine : "onnxruntime");
-    write_plan(plan_memory(planned, plan_options(read), engine), plan);
+    const Description model = read_description(description, "The plan's model", EQKV_INVALID_ARGUMENT);
+    plan(model, engine, read, model.matrix_bytes + model.table_bytes, info);
   });
 }
 
-eqkv_status eqkv_plan_package(const char* path, const eqkv_plan_options* options, eqkv_plan_info* plan,
-                              eqkv_plan_model* model) {
+eqkv_status eqkv_plan_package(const char* path, const eqkv_plan_options* options, eqkv_plan_info* info) {
   return guarded([&] {
     require(path, "path");
-    require(plan, "plan");
+    require(info, "plan");
     const eqkv_plan_options read = read_plan_options(options);
-    const ModelDescription described = describe_model(path);
-    const PlanEngine& engine = plan_engine(read.engine ? read.engine : described.info.engine);
-    if (&engine != &plan_engine(described.info.engine)) {
+    const ModelInfo model = describe_model(path);
+    const PlanEngine& engine = plan_engine(read.engine ? read.engine : model.engine);
+    if (&engine != &plan_engine(model.engine)) {
       throw Error(EQKV_INVALID_ARGUMENT, std::string(path) + ": was exported for the engine " +
-                                             described.info.engine + "; leave out engine \"" +
-                                             read.engine + "\", or export the model for it.");
+                                             model.engine + "; leave out engine \"" + read.engine +
+                                             "\", or export the model for it.");
     }
-    PlanModel planned = described.plan;
-    planned.cache.type = cache_type(read.cache_type, planned.cache.type);
-    if (model) write_model(planned, model);
-    write_plan(plan_memory(planned, plan_options(read), engine), plan);
+    plan(model.description, engine, read, model.file_bytes, info);
   });
 }
 
@@ -127,7 +101,8 @@ eqkv_status eqkv_model_pack(const char* path, const eqkv_model_options* options)
   return guarded([&] {
     require(path, "path");
     require(options, "options");
-    pack_model(path, engine_options(read_options(options, eqkv_model_options{})));
+    const EngineOptions read = engine_options(read_options(options, eqkv_model_options{}));
+    pack_model(describe_model(path), read);
   });
 }
 
@@ -136,7 +111,8 @@ eqkv_status eqkv_model_is_packed(const char* path, const eqkv_model_options* opt
     require(path, "path");
     require(options, "options");
     require(packed, "packed");
-    *packed = model_is_packed(path, engine_options(read_options(options, eqkv_model_options{})));
+    const EngineOptions read = engine_options(read_options(options, eqkv_model_options{}));
+    *packed = model_is_packed(describe_model(path), read);
   });
 }
 

@@ -10,37 +10,20 @@
 #include <string>
 
 #include "core/cache.h"
-#include "core/plan.h"
+#include "core/description.h"
 
 namespace edge_qkv {
 
-// How a cached row depends on the position it was written at.
-enum class Positions : int {
-  kNone = 0,             // not at all
-  kLearned = 1,          // through the embedding: it cannot move
-  kRotaryConjugate = 2,  // rotated when written: to move, it is rotated further
-  kRotaryOnRead = 3,     // stored raw
-};
-
+// A model as its file describes it: what can be known before anything large is read.
 struct ModelInfo {
   const char* engine = "";  // a literal: the name in the table of engines
-  CacheLayout cache;
-  int64_t vocab_size = 0;
-  int64_t max_positions = 0;
-  int64_t prefill_chunk = 0;  // most tokens of one forward; 0: any
-  int64_t cache_rows = 0;  // of its tensors, fixed by the model file; 0: as many as a session asks for
-  int64_t window = 0, sinks = 0;  // of the attention, see attention/attention.h
-  Positions positions = Positions::kNone;
-  int64_t rotary_dim = 0;   // with rotary positions
-  double rotary_base = 0;   // with rotary positions
+  std::string path;         // of its model file
+  std::string text;         // the description as the file has it
+  Description description;  // what it says
+  CacheLayout layout;       // the tensors of a session
   std::string fingerprint;  // 64 hexadecimal digits: equal only where weights and graph are
+  uint64_t file_bytes = 0;  // of the model's files
   bool packed = false;      // of a loaded model: its weights are mapped from packed files
-};
-
-// What can be known before anything large is read.
-struct ModelDescription {
-  ModelInfo info;
-  PlanModel plan;
 };
 
 class EngineState {
@@ -69,8 +52,8 @@ class EngineModel {
   virtual void release_workspace() const {}
   // Lets go of pages of weights that can be read from their files again.
   virtual void release_pages() const = 0;
-  // `cache` has info().cache as its layout and, unless they are 0, info().cache_rows as its capacity.
-  // The model and the memory outlive the state.
+  // `cache` has info().layout and, unless they are 0, the description's cache_rows as its capacity. The
+  // model and the memory outlive the state.
   virtual std::unique_ptr<EngineState> open(const CacheView& cache) const = 0;
 };
 

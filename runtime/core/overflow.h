@@ -20,7 +20,8 @@ struct OverflowOptions {
 class Overflow {
  public:
   // Throws Error for options that contradict each other, the context or the model: a row that carries a
-  // learned position cannot move, for the model would see two tokens at one position.
+  // learned position cannot move, for the model would see two tokens at one position; and where windows
+  // differ, none may be left so few tokens that the sinks move into it.
   Overflow(const OverflowOptions& options, const ModelInfo& model, int64_t context);
 
   bool drops() const { return options_.policy != EQKV_OVERFLOW_ERROR; }
@@ -28,10 +29,7 @@ class Overflow {
   int64_t most_tokens() const;
 
   // Rows [first, last) to drop so that `more` rows fit behind the `length` that are there.
-  struct Range {
-    int64_t first, last;
-  };
-  Range rows_to_drop(int64_t length, int64_t more) const;
+  RowSpan rows_to_drop(int64_t length, int64_t more) const;
 
   const OverflowOptions& options() const { return options_; }
 
@@ -40,10 +38,9 @@ class Overflow {
   const int64_t context_;
 };
 
-// Drops rows [first, last) of `length`: those after them move up, rotated to their new positions where
-// they were rotated when they were written. A row then is what it would have been, had it been written
-// there; it is rounded to the cache's type once more.
-void drop_rows(const CacheView& view, const ModelInfo& model, int64_t first, int64_t last,
-               int64_t length);
+// Drops rows [dropped.begin, dropped.end) of `length`: the live ones after them move up, rotated to
+// their new positions where they were rotated when they were written. A row then is what it would have
+// been, had it been written there; it is rounded to the cache's type once more.
+void drop_rows(CacheMemory& memory, const Description& model, RowSpan dropped, int64_t length);
 
 }  // namespace edge_qkv

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <limits>
 #include <vector>
 
 #include "error.h"
@@ -25,41 +24,18 @@ void check(const std::vector<Bound>& bounds) {
   }
 }
 
-// Bounds far above any model that exists; no sum below overflows within them, but for the cache.
-void check_model(const PlanModel& m, const PlanEngine& engine) {
-  constexpr int64_t kMostBytes = int64_t{1} << 50;
-  const auto bytes = [](uint64_t n) {
-    return static_cast<int64_t>(std::min<uint64_t>(n, std::numeric_limits<int64_t>::max()));
-  };
-  const bool blocks = m.weight_bits != 32 && !(m.weight_bits == 8 && engine.row_scales);
-  check({{"layers", m.cache.layers, 1, 1 << 12},
-         {"caches", m.cache.caches, 1, 2},
-         {"kv_heads", m.cache.kv_heads, 1, 1 << 12},
-         {"head_dim", m.cache.head_dim, 1, 1 << 16},
-         {"heads", m.heads, 1, 1 << 12},
-         {"width", m.width, 1, 1 << 20},
-         {"mlp_width", m.mlp_width, 1, 1 << 20},
-         {"mlp_matrices", m.mlp_matrices, 2, 3},
-         {"vocab_size", m.vocab_size, 1, 1 << 24},
-         {"max_positions", m.max_positions, 1, int64_t{1} << 31},
-         {"weight_bytes", bytes(m.weight_bytes), 0, kMostBytes},
-         {"matrix_bytes", bytes(m.matrix_bytes), 0, kMostBytes},
-         {"table_bytes", bytes(m.table_bytes), 0, kMostBytes},
-         {"block_size", m.block_size, blocks ? 1 : 0, 1 << 12},
-         {"prefill_chunk", m.prefill_chunk, 0, kMostChunk}});
-  if (m.weight_bits != 4 && m.weight_bits != 8 && m.weight_bits != 32) {
-    throw Error(EQKV_INVALID_ARGUMENT,
-                "The plan's weight_bits must be 4, 8 or 32, not " + std::to_string(m.weight_bits) + ".");
-  }
-  if (m.heads % m.cache.kv_heads != 0) {
-    throw Error(EQKV_INVALID_ARGUMENT, "The plan's kv_heads (" + std::to_string(m.cache.kv_heads) +
-                                           ") must divide its heads (" + std::to_string(m.heads) + ").");
-  }
+// What no description can know: whether the engine has weights of this kind.
+void check_weights(const Description& model, const PlanEngine& engine) {
+  const bool blocks = model.weight_bits < 16 && !(model.weight_bits == 8 && engine.row_scales);
+  if (!blocks || model.block_size > 0) return;
+  throw Error(EQKV_INVALID_ARGUMENT, "The engine has weights of " + std::to_string(model.weight_bits) +
+                                         " bits only in blocks, and the model's block_size is 0.");
 }
 
-PlanOptions checked(const PlanModel& model, PlanOptions options) {
+PlanOptions checked(const Description& model, PlanOptions options) {
   check({{"context", options.context, 0, model.max_positions},
          {"prefill_chunk", options.prefill_chunk, 0, kMostChunk},
+         {"margin", options.margin, 0, int64_t{1} << 31},
          {"threads", options.threads, 1, 1 << 10}});
   options.prefill_chunk = chunk_tokens(options.prefill_chunk, model.prefill_chunk, model.max_positions);
   return options;
@@ -70,31 +46,37 @@ int64_t most_tokens(const CacheLayout& layout) {
   return static_cast<int64_t>((uint64_t{1} << 50) / static_cast<uint64_t>(layout.token_bytes()));
 }
 
-uint64_t cache_bytes(const CacheLayout& layout, int64_t context) {
-  if (context > most_tokens(layout)) {
-    throw Error(EQKV_INVALID_ARGUMENT, "A cache of " + std::to_string(context) + " tokens of " +
-                                           std::to_string(layout.token_bytes()) +
-                                           " bytes has more bytes than exist.");
+void check_tokens(const CacheLayout& layout, int64_t context) {
+  if (context <= most_tokens(layout)) return;
+  throw Error(EQKV_INVALID_ARGUMENT, "A cache of " + std::to_string(context) + " tokens of " +
+                                         std::to_string(layout.token_bytes()) +
+                                         " bytes has more bytes than exist.");
+}
+
+// Of an evaluation of `tokens` tokens that ends at the full context, in the layers that need the most;
+// decode may split where prefill does not.
+uint64_t attention_bytes(const Description& model, int64_t context, int64_t tokens, int threads) {
+  uint64_t most = 0;
+  for (const LayerKind& kind : model.kinds) {
+    AttentionParams params;
+    params.tokens = tokens;
+    params.past = context - tokens;
+    params.capacity = context;
+    params.num_heads = static_cast<int>(kind.heads);
+    params.kv_heads = static_cast<int>(kind.kv_heads);
+    params.head_dim = static_cast<int>(kind.head_dim);
+    params.value_dim = static_cast<int>(kind.value_dim);
+    params.window = std::min(kind.window, context);
+    params.sinks = std::min(kind.sinks, context);
+    params.cache_type = model.cache;
+    most = std::max<uint64_t>(most, attention_workspace_bytes(params, static_cast<size_t>(threads)));
   }
-  return resident_bytes(layout, context);
+  return most;
 }
 
-// Of an evaluation of `tokens` tokens that ends at the full context; decode may split where prefill does
-// not.
-uint64_t attention_bytes(const PlanModel& model, int64_t context, int64_t tokens, int threads) {
-  AttentionParams params;
-  params.tokens = tokens;
-  params.past = context - tokens;
-  params.capacity = context;
-  params.num_heads = static_cast<int>(model.heads);
-  params.kv_heads = static_cast<int>(model.cache.kv_heads);
-  params.head_dim = params.value_dim = static_cast<int>(model.cache.head_dim);
-  params.cache_type = model.cache.type;
-  return attention_workspace_bytes(params, static_cast<size_t>(threads));
-}
-
-Plan plan_for(const PlanModel& model, const PlanOptions& options, int64_t context,
+Plan plan_for(const Description& model, const PlanOptions& options, int64_t context,
               const PlanEngine& engine) {
+  const CacheLayout layout = cache_layout(model);
   PlanOptions exact = options;
   exact.context = context;
   exact.prefill_chunk = std::min(options.prefill_chunk, context);
@@ -103,10 +85,10 @@ Plan plan_for(const PlanModel& model, const PlanOptions& options, int64_t contex
   plan.context = context;
   plan.prefill_chunk = exact.prefill_chunk;
   plan.threads = exact.threads;
-  plan.cache_type = model.cache.type;
+  plan.cache_type = model.cache;
   plan.weights_file = costs.weights_file;
   plan.weights_anonymous = costs.weights_anonymous;
-  plan.cache = cache_bytes(model.cache, context);
+  plan.cache = resident_bytes(layout, context, exact.margin, exact.prefill_chunk);
   // The session keeps two rows of logits, those of the last token and those that are being computed, and
   // its tokens.
   plan.workspace = costs.workspace + 2 * sizeof(float) * static_cast<uint64_t>(model.vocab_size) +
@@ -122,12 +104,16 @@ Plan plan_for(const PlanModel& model, const PlanOptions& options, int64_t contex
 
 // The longest context whose total is at most `memory`; 0 where not even one token fits. A total never
 // falls as the context grows.
-int64_t longest_context(const PlanModel& model, const PlanOptions& options, const PlanEngine& engine,
+int64_t longest_context(const Description& model, const PlanOptions& options, const PlanEngine& engine,
                         uint64_t memory) {
-  int64_t fits = 0, beyond = std::min(model.max_positions, most_tokens(model.cache)) + 1;
+  int64_t fits = 0, beyond = std::min(model.max_positions, most_tokens(cache_layout(model))) + 1;
   while (beyond - fits > 1) {
     const int64_t middle = fits + (beyond - fits) / 2;
-    (plan_for(model, options, middle, engine).total() <= memory ? fits : beyond) = middle;
+    if (plan_for(model, options, middle, engine).total() <= memory) {
+      fits = middle;
+    } else {
+      beyond = middle;
+    }
   }
   return fits;
 }
@@ -138,7 +124,7 @@ std::string megabytes(uint64_t bytes) {
   return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " MB";
 }
 
-std::string over_budget(const PlanModel& model, const PlanOptions& options, const PlanEngine& engine,
+std::string over_budget(const Description& model, const PlanOptions& options, const PlanEngine& engine,
                         const Plan& plan) {
   const uint64_t allowed = options.memory;
   const auto tokens = [](int64_t n) { return std::to_string(n) + (n == 1 ? " token" : " tokens"); };
@@ -148,13 +134,13 @@ std::string over_budget(const PlanModel& model, const PlanOptions& options, cons
                         std::to_string(allowed / 100'000 % 10) +
                         " MB are allowed: " + megabytes(plan.total() - allowed) + " short.";
   std::vector<std::string> changes;
-  const auto consider = [&](const std::string& what, const PlanModel& m, const PlanOptions& o) {
+  const auto consider = [&](const std::string& what, const Description& m, const PlanOptions& o) {
     const uint64_t total = plan_for(m, o, plan.context, engine).total();
     if (total <= allowed) changes.push_back(what + " (" + megabytes(total) + ")");
   };
-  if (model.cache.type != CacheType::kInt8) {
-    PlanModel changed = model;
-    changed.cache.type = CacheType::kInt8;
+  if (model.cache != CacheType::kInt8) {
+    Description changed = model;
+    changed.cache = CacheType::kInt8;
     consider("an int8 cache", changed, options);
   }
   if (const int64_t longest = longest_context(model, options, engine, allowed)) {
@@ -169,7 +155,7 @@ std::string over_budget(const PlanModel& model, const PlanOptions& options, cons
     if (changes.size() > before) break;
   }
   if (model.weight_bits > 4) {
-    const PlanModel changed = engine.in_int4(model);
+    const Description changed = engine.in_int4(model);
     consider("int4 weights", changed, options);
     const int64_t longest = longest_context(changed, options, engine, allowed);
     if (longest > 0 && longest < plan.context) {
@@ -196,15 +182,17 @@ std::string over_budget(const PlanModel& model, const PlanOptions& options, cons
 
 }  // namespace
 
-Plan plan_memory(const PlanModel& model, const PlanOptions& given, const PlanEngine& engine) {
-  check_model(model, engine);
+Plan plan_memory(const Description& model, const PlanOptions& given, const PlanEngine& engine) {
+  check_weights(model, engine);
   const PlanOptions options = checked(model, given);
+  const CacheLayout layout = cache_layout(model);
   int64_t context = options.context;
   if (context == 0) {
     context = options.memory == 0
-                  ? std::min(model.max_positions, most_tokens(model.cache))
+                  ? std::min(model.max_positions, most_tokens(layout))
                   : std::max<int64_t>(1, longest_context(model, options, engine, options.memory));
   }
+  check_tokens(layout, context);
   Plan plan = plan_for(model, options, context, engine);
   if (options.memory > 0 && plan.total() > options.memory) {
     plan.over_budget = over_budget(model, options, engine, plan);

@@ -8,37 +8,20 @@
 #include <cstdint>
 #include <string>
 
-#include "cache.h"
+#include "description.h"
 
 namespace edge_qkv {
-
-// What a plan has to know of a model.
-struct PlanModel {
-  CacheLayout cache;
-  int64_t heads = 0;
-  int64_t width = 0;
-  int64_t mlp_width = 0;
-  int64_t mlp_matrices = 2;  // 2, or 3 with a gate
-  int64_t vocab_size = 0;
-  int64_t max_positions = 0;
-  uint64_t weight_bytes = 0;  // of the model's files
-  uint64_t matrix_bytes = 0;  // of these, matrices that are multiplied by
-  uint64_t table_bytes = 0;   // of these, all else; the weight of a tied head counts as both
-  int weight_bits = 32;       // of the matrices in the layers: 4, 8 or 32
-  int block_size = 0;         // weights that share a scale; 0 with 32 bits, or where a row shares one
-  int64_t prefill_chunk = 0;  // most tokens of a forward; 0: any
-};
 
 struct PlanOptions {
   uint64_t memory = 0;        // budget in bytes; 0: none
   int64_t context = 0;        // tokens; 0: the longest that the budget holds
   int64_t prefill_chunk = 0;  // tokens evaluated at once; 0: kPrefillChunk
+  int64_t margin = 0;         // rows of a windowed layer kept behind its window; 0: as many as that
   int threads = 1;
   bool packed = false;  // the weights are mapped in the form that the engine computes with
 };
 
 constexpr int64_t kPrefillChunk = 128;
-constexpr int64_t kMostChunk = 1 << 20;
 
 // Tokens evaluated at once where `asked` are asked for (0: kPrefillChunk), the model takes at most
 // `most` (0: any number) and the context holds `context`.
@@ -61,8 +44,8 @@ struct EngineCosts {
 
 // How an engine counts. Both are given sound models and options without zeros, the context excepted.
 struct PlanEngine {
-  EngineCosts (*costs)(const PlanModel& model, const PlanOptions& options);
-  PlanModel (*in_int4)(const PlanModel& model);  // the same model exported with int4 weights
+  EngineCosts (*costs)(const Description& model, const PlanOptions& options);
+  Description (*in_int4)(const Description& model);  // the same model exported with int4 weights
   bool row_scales = false;  // a matrix of 8 bits may have a scale a row, and its model block_size 0
 };
 
@@ -72,8 +55,8 @@ struct Plan {
   int threads = 1;
   CacheType cache_type = CacheType::kFloat16;
   uint64_t weights_file = 0, weights_anonymous = 0, cache = 0;
-  uint64_t workspace =
-      0;  // of an evaluation; more where loading needs more than the full cache and that
+  // Of an evaluation; more where loading needs more than the full cache and that.
+  uint64_t workspace = 0;
   uint64_t engine_file = 0, engine_anonymous = 0;
   uint64_t margin = 0;
   std::string over_budget;  // one sentence or more, where the budget does not hold it; else empty
@@ -87,8 +70,9 @@ struct Plan {
   }
 };
 
-// Throws Error with EQKV_INVALID_ARGUMENT for numbers that no model or request has. A plan that the
-// budget does not hold is returned, with `over_budget` set; for context 0 it is then that of one token.
-Plan plan_memory(const PlanModel& model, const PlanOptions& options, const PlanEngine& engine);
+// Throws Error with EQKV_INVALID_ARGUMENT for options out of range, and for a model that the engine does
+// not have. A plan that the budget does not hold is returned, with `over_budget` set; for context 0 it
+// is then that of one token.
+Plan plan_memory(const Description& model, const PlanOptions& options, const PlanEngine& engine);
 
 }  // namespace edge_qkv

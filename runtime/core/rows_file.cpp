@@ -69,8 +69,8 @@ std::shared_ptr<const RowsFile> make_rows_file(const std::string& directory, con
   if (!rows->in_memory && ftruncate(rows->file.get(), static_cast<off_t>(view.bytes())) == 0) {
     rows->capacity = view.capacity;
   }
-  for (int64_t slab = 0; slab < view.layout.slabs(); ++slab) {
-    rows->slabs.push_back(static_cast<uint64_t>(view.slab(slab) - view.slab(0)));
+  for (const Slab& slab : view.layout.slabs()) {
+    rows->slabs.push_back(static_cast<uint64_t>(view.row(slab, 0) - view.tensors[0]));
   }
   return rows;
 }

@@ -31,9 +31,19 @@ int64_t checked_chunk(int64_t chunk, int64_t most, int64_t context) {
   return chunk_tokens(chunk, most, context);
 }
 
-SessionOptions checked(SessionOptions options, const ModelInfo& model) {
+int64_t checked_margin(int64_t margin, int64_t context) {
+  if (margin < 0) {
+    throw Error(EQKV_INVALID_ARGUMENT,
+                "The margin must be 0 (as many rows as the window) or more, not " +
+                    std::to_string(margin) + ".");
+  }
+  return std::min(margin, context);
+}
+
+SessionOptions checked(SessionOptions options, const Description& model) {
   options.context = checked_context(options.context, model.max_positions);
   options.prefill_chunk = checked_chunk(options.prefill_chunk, model.prefill_chunk, options.context);
+  options.margin = checked_margin(options.margin, options.context);
   return options;
 }
 
@@ -41,11 +51,12 @@ SessionOptions checked(SessionOptions options, const ModelInfo& model) {
 
 Session::Session(std::shared_ptr<const EngineModel> model, const SessionOptions& options)
     : model_(std::move(model)),
-      options_(checked(options, model_->info())),
+      options_(checked(options, model_->info().description)),
       overflow_(options_.overflow, model_->info(), options_.context),
-      memory_(model_->info().cache, options_.context, model_->info().cache_rows),
+      memory_(model_->info().layout, options_.context, model_->info().description.cache_rows,
+              options_.margin),
       state_(model_->open(memory_.view())),
-      logits_(static_cast<size_t>(model_->info().vocab_size)) {}
+      logits_(static_cast<size_t>(model_->info().description.vocab_size)) {}
 
 void Session::evaluate(const int32_t* tokens, size_t count, float* logits) {
   if (!overflow_.drops()) check_fits(count);
@@ -82,18 +93,32 @@ void Session::forward(const int32_t* tokens, size_t count, float* logits) {
     logits_.swap(next_logits_);
   }
   has_logits_ = true;
+  memory_.grow_to(length());
+}
+
+void Session::evaluate_again(int64_t length, const Progress& progress) {
+  const std::vector<int32_t> again(tokens_.begin(), tokens_.begin() + length);
+  tokens_.clear();
+  has_logits_ = false;
+  memory_.release(0);
+  for (int64_t done = 0; done < length; done = this->length()) {
+    if (done > 0) stop_if_cancelled();
+    forward(again.data() + done, static_cast<size_t>(std::min(options_.prefill_chunk, length - done)),
+            nullptr);
+    if (progress) progress(this->length(), length);
+  }
 }
 
 void Session::make_room(int64_t more) {
-  const auto [first, last] = overflow_.rows_to_drop(length(), more);
-  if (first == last) return;
-  const int64_t left = length() - (last - first);
-  memory_.changed_from(first);
-  drop_rows(memory_.view(), model(), first, last, length());
-  tokens_.erase(tokens_.begin() + first, tokens_.begin() + last);
+  const RowSpan dropped = overflow_.rows_to_drop(length(), more);
+  if (dropped.begin == dropped.end) return;
+  const int64_t left = length() - (dropped.end - dropped.begin);
+  const bool moves = memory_.drops(dropped.begin, dropped.end, length());
+  if (moves) drop_rows(memory_, model().description, dropped, length());
+  tokens_.erase(tokens_.begin() + dropped.begin, tokens_.begin() + dropped.end);
   has_logits_ = has_logits_ && left > 0;
-  dropped_ += last - first;
-  memory_.release(left);
+  dropped_ += dropped.end - dropped.begin;
+  if (!moves) evaluate_again(left, nullptr);
 }
 
 void Session::release_workspace() { std::vector<float>().swap(next_logits_); }
@@ -107,16 +132,22 @@ const float* Session::logits() const {
 
 int32_t Session::sample() { return sampler_.sample(logits(), logits_.size(), tokens_); }
 
-void Session::rewind(int64_t length) {
+int64_t Session::rewind(int64_t length, const Progress& progress) {
   if (length < 0 || length > this->length()) {
     throw Error(EQKV_INVALID_ARGUMENT, "Cannot rewind to " + std::to_string(length) +
                                            " tokens; the session holds " +
                                            std::to_string(this->length()) + ".");
   }
-  if (length == this->length()) return;
+  if (length == this->length()) return 0;
+  if (!can_go_back_to(length)) {
+    stop_if_cancelled();
+    evaluate_again(length, progress);
+    return length;
+  }
   tokens_.resize(static_cast<size_t>(length));
   has_logits_ = false;
   memory_.release(length);
+  return 0;
 }
 
 int64_t Session::match(const int32_t* tokens, size_t count) {
@@ -125,6 +156,7 @@ int64_t Session::match(const int32_t* tokens, size_t count) {
       static_cast<size_t>(std::mismatch(tokens, tokens + most, tokens_.begin()).first - tokens);
   const bool finished = kept == tokens_.size() && has_logits_;
   if (kept == count && kept > 0 && !finished) --kept;  // so that its logits are computed
+  if (!can_go_back_to(static_cast<int64_t>(kept))) kept = 0;
   rewind(static_cast<int64_t>(kept));
   return static_cast<int64_t>(kept);
 }
@@ -140,18 +172,19 @@ std::unique_ptr<Session> Session::fork(const std::string& directory) {
   } catch (const Error&) {
     spill("");  // in memory it takes no more than it did
   }
-  child->memory_.map(memory_.file(), length());
+  child->memory_.map(memory_.file(), length(), memory_.first_live());
   return child;
 }
 
 void Session::save(const std::string& path) const {
-  save_snapshot(path, model(), memory_.view(), tokens_, has_logits_ ? logits_.data() : nullptr);
+  save_snapshot(path, model(), memory_, tokens_, has_logits_ ? logits_.data() : nullptr);
 }
 
 void Session::restore(const std::string& path) {
   Snapshot snapshot = open_snapshot(path, model(), context());
   try {
-    memory_.map(std::move(snapshot.rows), static_cast<int64_t>(snapshot.tokens.size()));
+    memory_.map(std::move(snapshot.rows), static_cast<int64_t>(snapshot.tokens.size()),
+                snapshot.first_live);
   } catch (const Error& error) {
     tokens_.clear();
     has_logits_ = false;
@@ -160,6 +193,7 @@ void Session::restore(const std::string& path) {
   tokens_.swap(snapshot.tokens);
   has_logits_ = !snapshot.logits.empty();
   if (has_logits_) logits_.swap(snapshot.logits);
+  memory_.grow_to(length());  // to the margin of this session
 }
 
 void Session::fill(int64_t length, uint64_t seed) {
@@ -173,7 +207,16 @@ void Session::fill(int64_t length, uint64_t seed) {
   check_fits(static_cast<uint64_t>(length - begin));
   tokens_.resize(static_cast<size_t>(length), 0);
   has_logits_ = false;
-  fill_with_noise(memory_.view(), begin, length, seed);
+  memory_.grow_to(length);
+  for (size_t tensor = 0; tensor < memory_.view().tensors.size(); ++tensor) {
+    for (const RowSpan& rows : memory_.live(tensor, begin, length)) {
+      fill_with_noise(memory_.view(), tensor, rows.begin, rows.end, seed);
+    }
+  }
+}
+
+uint64_t Session::cache_bytes(int64_t length) const {
+  return resident_bytes(model().layout, length, options_.margin, options_.prefill_chunk);
 }
 
 void Session::cancel() {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -19,10 +20,15 @@ struct SessionOptions {
   int64_t context = 0;        // capacity in tokens
   int64_t prefill_chunk = 0;  // tokens evaluated at once; 0: kPrefillChunk
   OverflowOptions overflow = {};
+  int64_t margin = 0;  // rows of windowed layers kept behind their window, for rewinds; 0: as many
 };
 
+// Told how many tokens of a total have been evaluated.
+using Progress = std::function<void(int64_t done, int64_t total)>;
+
 // Used by one thread at a time, except for `cancel`. Everything that can fail throws Error and leaves
-// the session as it was, but for `evaluate`, which keeps the chunks that it finished.
+// the session as it was, but for `evaluate`, which keeps the chunks that it finished, and so does a
+// `rewind` that evaluates.
 class Session {
  public:
   Session(std::shared_ptr<const EngineModel> model, const SessionOptions& options);
@@ -37,11 +43,17 @@ class Session {
   void set_sampler(const SamplerOptions& options) { sampler_ = Sampler(options); }
   int32_t sample();
 
-  void rewind(int64_t length);
+  // Keeps the first `length` tokens. Where windowed layers have given rows back that these need, they
+  // are evaluated again from the first on: returns how many were, 0 or `length`.
+  int64_t rewind(int64_t length, const Progress& progress = nullptr);
+  // Whether a rewind to `length` evaluates nothing.
+  bool can_go_back_to(int64_t length) const {
+    return length == this->length() || memory_.holds_visible(length);
+  }
 
   // Keeps the first tokens that the session has in common with `tokens`, forgets the rest and returns
   // their number. All `count` are kept only where the session holds exactly these and their logits: else
-  // at least one is left to evaluate.
+  // at least one is left to evaluate. None are kept that a rewind would evaluate again.
   int64_t match(const int32_t* tokens, size_t count);
 
   // A session like this one, but for its sampler, that goes on by itself. The caches share their pages
@@ -69,12 +81,15 @@ class Session {
   int64_t context() const { return options_.context; }
   const std::vector<int32_t>& tokens() const { return tokens_; }
   int64_t dropped() const { return dropped_; }  // tokens, on overflow
+  // The most that the rows of the first `length` tokens take in RAM.
+  uint64_t cache_bytes(int64_t length) const;
 
  private:
   void check_fits(uint64_t more) const;
   void make_room(int64_t more);
   void check_vocabulary(const int32_t* tokens, size_t count) const;
   void forward(const int32_t* tokens, size_t count, float* logits);
+  void evaluate_again(int64_t length, const Progress& progress);
   void stop_if_cancelled();
 
   const std::shared_ptr<const EngineModel> model_;

@@ -74,9 +74,9 @@ void SessionPool::trim(eqkv_trim_level level) {
 
 // In whole pages; a session has two rows of logits besides, of which the plan counts those of one.
 uint64_t SessionPool::bytes_in_ram() const {
-  const ModelInfo& model = model_->info();
-  uint64_t bytes = (members_.size() - 1) * 2 * sizeof(float) * static_cast<uint64_t>(model.vocab_size);
-  for (const Member& member : members_) bytes += resident_bytes(model.cache, member->rows);
+  const uint64_t logits = sizeof(float) * static_cast<uint64_t>(model_->info().description.vocab_size);
+  uint64_t bytes = (members_.size() - 1) * 2 * logits;
+  for (const Member& member : members_) bytes += member->session->cache_bytes(member->rows);
   return bytes;
 }
 

@@ -23,58 +23,105 @@ namespace edge_qkv {
 namespace {
 
 constexpr char kMagic[] = "EQKVSNAP";
-constexpr uint32_t kByteOrder = 0x01020304, kSwapped = 0x04030201, kVersion = 1;
+constexpr uint32_t kByteOrder = 0x01020304, kSwapped = 0x04030201, kVersion = 2;
 constexpr uint32_t kHasLogits = 1;
 constexpr uint64_t kLeastAlignment = 64, kMostAlignment = uint64_t{1} << 20;
 constexpr size_t kFingerprint = 64;
-constexpr size_t kPiece = size_t{1} << 20;  // bytes that are checked, read or written at once
+constexpr int64_t kMostTokens = int64_t{1} << 48;  // far above any context
+constexpr size_t kPiece = size_t{1} << 20;         // bytes that are checked, read or written at once
 
 struct Header {
   char magic[8];
   uint32_t byte_order, version;
   uint64_t file_bytes, alignment, tokens, vocab_size;
   uint32_t cache_type, flags;
-  uint64_t layers, caches, kv_heads, head_dim;
+  uint64_t tensors;
   char fingerprint[kFingerprint];
-  uint64_t logits_offset, rows_offset;
-  unsigned char reserved[72];
+  uint64_t tokens_offset, logits_offset, rows_offset, table_checksum;
+  unsigned char reserved[80];
   uint64_t content_checksum, header_checksum;
 };
 static_assert(sizeof(Header) == 256 && offsetof(Header, header_checksum) == 248, "as in snapshot.md");
 
-uint64_t header_checksum(const Header& header) {
+// A line of the table of tensors.
+struct TableLine {
+  uint32_t layer, part, scales, kv_heads;
+  uint64_t dim, window, sinks, first_live;
+};
+static_assert(sizeof(TableLine) == 48, "as in snapshot.md");
+
+uint64_t checksum_of(const void* data, size_t bytes) {
   Checksum sum;
-  sum.add(&header, offsetof(Header, header_checksum));
+  sum.add(data, bytes);
   return sum.value();
 }
 
-// Where everything lies in a snapshot of so many tokens.
+uint64_t header_checksum(const Header& header) {
+  return checksum_of(&header, offsetof(Header, header_checksum));
+}
+
+// Where everything lies in a snapshot.
 struct Places {
-  uint64_t logits = 0, rows = 0, end = 0;
-  std::vector<uint64_t> slabs;  // [layout.slabs()]
+  uint64_t tokens = 0, logits = 0, rows = 0, end = 0;
+  std::vector<uint64_t> slabs;  // as in layout.slabs()
+  std::vector<ByteGap> gaps;    // as in layout.tensors
 };
 
-// False where a number overflows.
-bool find_places(const CacheLayout& layout, uint64_t tokens, uint64_t vocab_size, bool has_logits,
-                 uint64_t alignment, Places* places) {
+// Of a slab of `tokens` rows, what lies between the sinks and the first live row, but for the parts of
+// pages at either end.
+ByteGap gap_between(uint64_t row_bytes, uint64_t sinks, uint64_t first_live, uint64_t alignment) {
+  const uint64_t begin = (sinks * row_bytes + alignment - 1) & ~(alignment - 1);
+  const uint64_t end = (first_live * row_bytes) & ~(alignment - 1);
+  return begin < end ? ByteGap{begin, end} : ByteGap{};
+}
+
+// False where a number overflows. What the layout says of a row does not.
+bool find_places(const CacheLayout& layout, const std::vector<int64_t>& first_live, uint64_t tokens,
+                 uint64_t vocab_size, bool has_logits, uint64_t alignment, Places* places) {
   constexpr uint64_t kMost = uint64_t{1} << 62;
   const auto add = [](uint64_t count, uint64_t bytes, uint64_t* at) {
     return !__builtin_mul_overflow(count, bytes, &bytes) && !__builtin_add_overflow(*at, bytes, at) &&
            *at <= kMost;
   };
   const auto align = [&](uint64_t at) { return (at + alignment - 1) & ~(alignment - 1); };
-  uint64_t at = sizeof(Header);
+  uint64_t at = sizeof(Header) + layout.tensors.size() * sizeof(TableLine);
+  places->tokens = at;
   if (!add(tokens, sizeof(int32_t), &at)) return false;
   places->logits = at;
   if (has_logits && !add(vocab_size, sizeof(float), &at)) return false;
   places->rows = at = align(at);
-  for (int64_t slab = 0; slab < layout.slabs(); ++slab) {
-    places->slabs.push_back(at);
-    if (!add(tokens, layout.row_bytes(slab / layout.kv_heads), &at)) return false;
-    at = align(at);
+  for (size_t i = 0; i < layout.tensors.size(); ++i) {
+    const CacheTensor& tensor = layout.tensors[i];
+    const uint64_t row = layout.row_bytes(tensor);
+    uint64_t bytes = 0;
+    if (!add(tokens, row, &bytes)) return false;
+    // A first live row comes after the sinks and before `tokens`: neither product overflows.
+    const ByteGap gap = first_live[i] == 0
+                            ? ByteGap{}
+                            : gap_between(row, static_cast<uint64_t>(tensor.sinks),
+                                          static_cast<uint64_t>(first_live[i]), alignment);
+    places->gaps.push_back(gap);
+    for (int64_t head = 0; head < tensor.kv_heads; ++head) {
+      places->slabs.push_back(at);
+      if (!add(1, bytes - (gap.end - gap.begin), &at)) return false;
+      at = align(at);
+    }
   }
   places->end = at;
   return true;
+}
+
+std::vector<TableLine> table_of(const CacheLayout& layout, const std::vector<int64_t>& first_live) {
+  std::vector<TableLine> table;
+  for (size_t i = 0; i < layout.tensors.size(); ++i) {
+    const CacheTensor& tensor = layout.tensors[i];
+    table.push_back({static_cast<uint32_t>(tensor.layer), static_cast<uint32_t>(tensor.part),
+                     tensor.scales ? 1u : 0u, static_cast<uint32_t>(tensor.kv_heads),
+                     static_cast<uint64_t>(tensor.scales ? 1 : tensor.dim),
+                     static_cast<uint64_t>(tensor.window), static_cast<uint64_t>(tensor.sinks),
+                     static_cast<uint64_t>(first_live[i])});
+  }
+  return table;
 }
 
 Header make_header(const ModelInfo& model) {
@@ -82,12 +129,9 @@ Header make_header(const ModelInfo& model) {
   std::memcpy(header.magic, kMagic, sizeof header.magic);
   header.byte_order = kByteOrder;
   header.version = kVersion;
-  header.vocab_size = static_cast<uint64_t>(model.vocab_size);
-  header.cache_type = static_cast<uint32_t>(model.cache.type);
-  header.layers = static_cast<uint64_t>(model.cache.layers);
-  header.caches = static_cast<uint64_t>(model.cache.caches);
-  header.kv_heads = static_cast<uint64_t>(model.cache.kv_heads);
-  header.head_dim = static_cast<uint64_t>(model.cache.head_dim);
+  header.vocab_size = static_cast<uint64_t>(model.description.vocab_size);
+  header.cache_type = static_cast<uint32_t>(model.layout.type);
+  header.tensors = model.layout.tensors.size();
   if (model.fingerprint.size() != kFingerprint) {
     throw Error(EQKV_BAD_PACKAGE, "The model has no fingerprint, by which snapshots know it.");
   }
@@ -264,19 +308,40 @@ class Reader {
   Checksum sum_;
 };
 
-std::string describe(const Header& header) {
-  std::string type = "type " + std::to_string(header.cache_type);
-  if (header.cache_type < std::size(kCacheTypes)) type = kCacheTypes[header.cache_type].name;
-  return type + ", " + std::to_string(header.layers) + " layers, " + std::to_string(header.caches) +
-         " caches, " + std::to_string(header.kv_heads) + " kv heads, head_dim " +
-         std::to_string(header.head_dim) + ", vocabulary " + std::to_string(header.vocab_size);
+// "fp16, 10 kv of 1 x 64 with window 512, 2 kv of 1 x 64, vocabulary 4096".
+std::string describe(const Header& header, const std::vector<TableLine>& table) {
+  std::string text = "type " + std::to_string(header.cache_type);
+  if (header.cache_type < std::size(kCacheTypes)) text = kCacheTypes[header.cache_type].name;
+  std::vector<std::pair<std::string, int>> shapes;  // with how many tensors have each
+  for (const TableLine& line : table) {
+    std::string shape = "part " + std::to_string(line.part);
+    if (line.part <= static_cast<uint32_t>(Part::kValue)) {
+      CacheTensor tensor;
+      tensor.part = static_cast<Part>(line.part);
+      tensor.scales = line.scales != 0;
+      shape = part_name(tensor);
+    }
+    shape += " of " + std::to_string(line.kv_heads) + " x " + std::to_string(line.dim);
+    if (line.window > 0) shape += " with window " + std::to_string(line.window);
+    if (line.sinks > 0) shape += " and " + std::to_string(line.sinks) + " sinks";
+    const auto found = std::find_if(shapes.begin(), shapes.end(),
+                                    [&](const auto& known) { return known.first == shape; });
+    if (found == shapes.end()) {
+      shapes.emplace_back(shape, 1);
+    } else {
+      ++found->second;
+    }
+  }
+  constexpr size_t kMostShapes = 8;  // more than a model has
+  for (size_t i = 0; i < std::min(shapes.size(), kMostShapes); ++i) {
+    text += ", " + std::to_string(shapes[i].second) + " " + shapes[i].first;
+  }
+  if (shapes.size() > kMostShapes) text += " and others";
+  return text + ", vocabulary " + std::to_string(header.vocab_size);
 }
 
-// The header, sound and of this model; `places` receives what follows from it.
-Header read_header(const File& file, const Reader& reader, const ModelInfo& model, Places* places) {
-  struct stat status = {};
-  if (fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode)) reader.refuse("is not a file");
-  const uint64_t file_bytes = static_cast<uint64_t>(status.st_size);
+// The header, sound and of this model.
+Header read_header(const File& file, const Reader& reader, const ModelInfo& model, uint64_t file_bytes) {
   Header header = {};
   const size_t there = static_cast<size_t>(std::min<uint64_t>(file_bytes, sizeof header));
   if (!read_all(file, &header, there, 0)) {
@@ -291,8 +356,13 @@ Header read_header(const File& file, const Reader& reader, const ModelInfo& mode
   }
   if (header.byte_order == kByteOrder && header.version > kVersion) {
     reader.refuse("has format " + std::to_string(header.version) +
-                  ", of a newer version of edge-qkv than " + "this one, which reads format " +
+                  ", of a newer version of edge-qkv than this one, which reads format " +
                   std::to_string(kVersion));
+  }
+  if (header.byte_order == kByteOrder && header.version > 0 && header.version < kVersion) {
+    reader.refuse("has format " + std::to_string(header.version) +
+                  ", of an older version of edge-qkv than this one, which reads format " +
+                  std::to_string(kVersion) + "; evaluate its tokens again");
   }
   const bool known = header.byte_order == kByteOrder && header.version == kVersion &&
                      (header.flags & ~kHasLogits) == 0 &&
@@ -302,53 +372,109 @@ Header read_header(const File& file, const Reader& reader, const ModelInfo& mode
     reader.refuse("was altered: its header is damaged");
   }
 
-  const Header expected = make_header(model);
-  if (std::memcmp(header.fingerprint, expected.fingerprint, kFingerprint) != 0) {
+  if (std::memcmp(header.fingerprint, make_header(model).fingerprint, kFingerprint) != 0) {
     reader.refuse("is a snapshot of another model; restore it in a session of the model that saved it");
   }
-  const auto same = [&](auto Header::* field) { return header.*field == expected.*field; };
-  if (!same(&Header::cache_type) || !same(&Header::layers) || !same(&Header::caches) ||
-      !same(&Header::kv_heads) || !same(&Header::head_dim) || !same(&Header::vocab_size)) {
-    reader.refuse("has another cache layout (" + describe(header) + ") than this model (" +
-                  describe(expected) + ")");
+  return header;
+}
+
+// The table of tensors, of this model's layout; returns the first live rows.
+std::vector<int64_t> read_table(Reader& reader, const Header& header, const ModelInfo& model,
+                                uint64_t file_bytes) {
+  constexpr uint64_t kMostTensors = 1 << 16;
+  if (header.tensors > kMostTensors || sizeof header + header.tensors * sizeof(TableLine) > file_bytes) {
+    reader.refuse("is truncated: it ends within its table of tensors");
   }
+  std::vector<TableLine> table(static_cast<size_t>(header.tensors));
+  reader.read(table.data(), table.size() * sizeof(TableLine));
+  if (header.table_checksum != checksum_of(table.data(), table.size() * sizeof(TableLine))) {
+    reader.refuse("was altered: its table of tensors is damaged");
+  }
+
+  const CacheLayout& layout = model.layout;
+  std::vector<int64_t> first_live(layout.tensors.size());
+  for (size_t i = 0; i < std::min(table.size(), first_live.size()); ++i) {
+    first_live[i] = static_cast<int64_t>(table[i].first_live);
+  }
+  const Header ours = make_header(model);
+  const std::vector<TableLine> expected = table_of(layout, first_live);
+  const auto same = [](const TableLine& a, const TableLine& b) {
+    return std::memcmp(&a, &b, sizeof a) == 0;
+  };
+  if (header.cache_type != ours.cache_type || header.vocab_size != ours.vocab_size ||
+      !std::equal(table.begin(), table.end(), expected.begin(), expected.end(), same)) {
+    reader.refuse("has another cache layout (" + describe(header, table) + ") than this model (" +
+                  describe(ours, expected) + ")");
+  }
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const CacheTensor& tensor = layout.tensors[i];
+    const int64_t first = first_live[i];
+    // What the next token sees has to be there; and there is one way to say that all is.
+    const bool sound =
+        first == 0 || (first > tensor.sinks && table[i].first_live <= header.tokens &&
+                       header.tokens <= static_cast<uint64_t>(kMostTokens) &&
+                       first <= visible_rows(tensor, static_cast<int64_t>(header.tokens)).first);
+    if (!sound) reader.refuse("was altered: rows that its last tokens see are not in it");
+  }
+  return first_live;
+}
+
+// Where everything is, which follows from the numbers before.
+Places check_places(const Reader& reader, const Header& header, const std::vector<int64_t>& first_live,
+                    const ModelInfo& model, uint64_t file_bytes) {
+  Places places;
   const bool alignable = header.alignment >= kLeastAlignment && header.alignment <= kMostAlignment &&
                          (header.alignment & (header.alignment - 1)) == 0;
   if (!alignable ||
-      !find_places(model.cache, header.tokens, header.vocab_size, header.flags & kHasLogits,
-                   header.alignment, places) ||
-      places->logits != header.logits_offset || places->rows != header.rows_offset ||
-      places->end != header.file_bytes) {
+      !find_places(model.layout, first_live, header.tokens, header.vocab_size, header.flags & kHasLogits,
+                   header.alignment, &places) ||
+      places.tokens != header.tokens_offset || places.logits != header.logits_offset ||
+      places.rows != header.rows_offset || places.end != header.file_bytes) {
     reader.refuse("was altered: the sizes in its header contradict each other");
   }
   if (file_bytes != header.file_bytes) {
     reader.refuse((file_bytes < header.file_bytes ? "is truncated: it has " : "was altered: it has ") +
                   std::to_string(file_bytes) + " bytes instead of " + std::to_string(header.file_bytes));
   }
-  return header;
+  return places;
 }
 
 }  // namespace
 
-void save_snapshot(const std::string& path, const ModelInfo& model, const CacheView& cache,
+void save_snapshot(const std::string& path, const ModelInfo& model, const CacheMemory& cache,
                    const std::vector<int32_t>& tokens, const float* logits, uint64_t alignment) {
+  const CacheLayout& layout = model.layout;
+  const std::vector<TableLine> table = table_of(layout, cache.first_live());
   Header header = make_header(model);
   Places places;
-  find_places(model.cache, tokens.size(), header.vocab_size, logits != nullptr, alignment, &places);
+  find_places(layout, cache.first_live(), tokens.size(), header.vocab_size, logits != nullptr, alignment,
+              &places);
   header.file_bytes = places.end;
   header.alignment = alignment;
   header.tokens = tokens.size();
   header.flags = logits ? kHasLogits : 0;
+  header.tokens_offset = places.tokens;
   header.logits_offset = places.logits;
   header.rows_offset = places.rows;
+  header.table_checksum = checksum_of(table.data(), table.size() * sizeof table[0]);
+  RowsFile rows;
+  rows.slabs = places.slabs;
+  rows.gaps = places.gaps;
 
   PartialFile partial(path);
   Writer writer(partial.file(), path);
+  writer.write(table.data(), table.size() * sizeof table[0]);
   writer.write(tokens.data(), tokens.size() * sizeof tokens[0]);
   if (logits) writer.write(logits, header.vocab_size * sizeof *logits);
-  for (int64_t slab = 0; slab < cache.layout.slabs(); ++slab) {
-    writer.pad_to(places.slabs[static_cast<size_t>(slab)]);
-    writer.write(cache.slab(slab), cache.layout.row_bytes(slab / cache.layout.kv_heads) * tokens.size());
+  const std::vector<Slab> slabs = layout.slabs();
+  for (size_t i = 0; i < slabs.size(); ++i) {
+    const size_t tensor = slabs[i].tensor, row = layout.row_bytes(layout.tensors[tensor]);
+    for (const RowSpan& range : cache.live(tensor, 0, static_cast<int64_t>(tokens.size()))) {
+      const size_t begin = row * static_cast<size_t>(range.begin);
+      writer.pad_to(rows.offset(i, tensor, begin));
+      writer.write(cache.view().row(slabs[i], range.begin),
+                   row * static_cast<size_t>(range.end) - begin);
+    }
   }
   writer.pad_to(places.end);
 
@@ -364,15 +490,19 @@ Snapshot open_snapshot(const std::string& path, const ModelInfo& model, int64_t 
   rows->file = File(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // it may be a pipe
   Reader reader(rows->file, path);
   if (!rows->file) reader.refuse(std::string("cannot be opened: ") + std::strerror(errno));
+  struct stat status = {};
+  if (fstat(rows->file.get(), &status) != 0 || !S_ISREG(status.st_mode)) reader.refuse("is not a file");
+  const uint64_t file_bytes = static_cast<uint64_t>(status.st_size);
 
-  Places places;
-  const Header header = read_header(rows->file, reader, model, &places);
+  const Header header = read_header(rows->file, reader, model, file_bytes);
+  Snapshot snapshot;
+  snapshot.first_live = read_table(reader, header, model, file_bytes);
+  Places places = check_places(reader, header, snapshot.first_live, model, file_bytes);
   if (header.tokens > static_cast<uint64_t>(context)) {
     reader.refuse("its " + std::to_string(header.tokens) + " tokens do not fit into the context of " +
                       std::to_string(context) + "; open a session with a larger context",
                   EQKV_CONTEXT_FULL);
   }
-  Snapshot snapshot;
   snapshot.tokens.resize(static_cast<size_t>(header.tokens));
   reader.read(snapshot.tokens.data(), snapshot.tokens.size() * sizeof snapshot.tokens[0]);
   if (header.flags & kHasLogits) {
@@ -382,12 +512,13 @@ Snapshot open_snapshot(const std::string& path, const ModelInfo& model, int64_t 
   reader.skip_to(places.end);
   if (reader.checksum() != header.content_checksum) reader.refuse("was altered: its content is damaged");
   for (const int32_t token : snapshot.tokens) {
-    if (token < 0 || token >= model.vocab_size) {
+    if (token < 0 || token >= model.description.vocab_size) {
       reader.refuse("was altered: token " + std::to_string(token) +
                     " is outside the model's vocabulary");
     }
   }
   rows->slabs = std::move(places.slabs);
+  rows->gaps = std::move(places.gaps);
   snapshot.rows = std::move(rows);
   return snapshot;
 }

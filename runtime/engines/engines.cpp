@@ -7,9 +7,9 @@
 #include <cerrno>
 #include <cstring>
 #include <iterator>
-#include <thread>
 
 #include "core/error.h"
+#include "core/processors.h"
 #include "executorch/costs.h"
 #include "executorch/engine.h"
 #include "executorch/model_file.h"
@@ -24,16 +24,16 @@ struct Engine {
   const char* name;        // ModelInfo::engine of its models
   const char* model_file;  // of a package; all its model files have this ending
   const PlanEngine* plan;
-  ModelDescription (*describe)(const std::string& path);
-  std::unique_ptr<EngineModel> (*open)(const std::string& path, const EngineOptions& options);
-  void (*pack)(const std::string& path, const EngineOptions& options);
-  bool (*is_packed)(const std::string& path, const EngineOptions& options);
+  ModelInfo (*describe)(const std::string& path);
+  std::unique_ptr<EngineModel> (*load)(const ModelInfo& info, const EngineOptions& options);
+  void (*pack)(const ModelInfo& info, const EngineOptions& options);
+  bool (*is_packed)(const ModelInfo& info, const EngineOptions& options);
 };
 
 constexpr Engine kEngines[] = {
-    {"onnxruntime", "model.onnx", &ort::kPlanEngine, ort::describe_onnx, ort::open_onnx, ort::pack_onnx,
+    {"onnxruntime", "model.onnx", &ort::kPlanEngine, ort::describe_onnx, ort::load_onnx, ort::pack_onnx,
      ort::is_packed},
-    {"executorch", "model.pte", &et::kPlanEngine, et::describe_pte, et::open_pte, et::pack_pte,
+    {"executorch", "model.pte", &et::kPlanEngine, et::describe_pte, et::load_pte, et::pack_pte,
      et::is_packed},
 };
 
@@ -88,6 +88,21 @@ const Engine* engine_of_file(const std::string& path) {
   refuse(path, "is not a model file, whose name ends in " + any_of_engines(ending));
 }
 
+const Engine& engine_named(const std::string& name) {
+  for (const Engine& engine : kEngines) {
+    if (name == engine.name) return engine;
+  }
+  throw Error(EQKV_INVALID_ARGUMENT,
+              "engine must be " + any_of_engines([](const Engine& engine) { return engine.name; }) +
+                  ", not \"" + name.substr(0, 40) + "\".");
+}
+
+EngineOptions resolved(const EngineOptions& options) {
+  EngineOptions all = options;
+  all.threads = resolved_threads(options.threads);
+  return all;
+}
+
 // The model file of a package directory, or the file itself.
 ModelFile find_model_file(const std::string& path) {
   struct stat status = {};
@@ -112,43 +127,26 @@ int resolved_threads(int threads) {
                                            std::to_string(kMostThreads) + ".");
   }
   if (threads > 0) return threads;
-  return std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kMostThreads);
+  return std::min(processors(), kMostThreads);
 }
 
-ModelDescription describe_model(const std::string& path) {
+ModelInfo describe_model(const std::string& path) {
   const ModelFile file = find_model_file(path);
-  ModelDescription described = file.engine->describe(file.path);
-  described.plan.prefill_chunk = described.info.prefill_chunk;
-  return described;
+  return file.engine->describe(file.path);
 }
 
-const PlanEngine& plan_engine(const std::string& name) {
-  for (const Engine& engine : kEngines) {
-    if (name == engine.name) return *engine.plan;
-  }
-  throw Error(EQKV_INVALID_ARGUMENT,
-              "engine must be " + any_of_engines([](const Engine& engine) { return engine.name; }) +
-                  ", not \"" + name.substr(0, 40) + "\".");
+const PlanEngine& plan_engine(const std::string& name) { return *engine_named(name).plan; }
+
+std::unique_ptr<EngineModel> load_model(const ModelInfo& info, const EngineOptions& options) {
+  return engine_named(info.engine).load(info, resolved(options));
 }
 
-std::unique_ptr<EngineModel> open_model(const std::string& path, const EngineOptions& options) {
-  EngineOptions resolved = options;
-  resolved.threads = resolved_threads(options.threads);
-  const ModelFile file = find_model_file(path);
-  return file.engine->open(file.path, resolved);
+void pack_model(const ModelInfo& info, const EngineOptions& options) {
+  engine_named(info.engine).pack(info, resolved(options));
 }
 
-void pack_model(const std::string& path, const EngineOptions& options) {
-  EngineOptions resolved = options;
-  resolved.threads = resolved_threads(options.threads);
-  const ModelFile file = find_model_file(path);
-  file.engine->pack(file.path, resolved);
-}
-
-bool model_is_packed(const std::string& path, const EngineOptions& options) {
-  if (options.packed_weights.empty()) return false;
-  const ModelFile file = find_model_file(path);
-  return file.engine->is_packed(file.path, options);
+bool model_is_packed(const ModelInfo& info, const EngineOptions& options) {
+  return !options.packed_weights.empty() && engine_named(info.engine).is_packed(info, options);
 }
 
 }  // namespace edge_qkv

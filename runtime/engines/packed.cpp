@@ -135,7 +135,7 @@ PackedWeights::PackedWeights(const std::string& directory, const ModelInfo& info
                              const std::string& engine, const std::vector<std::string>& files)
     : directory_(directory),
       files_(files),
-      maker_("edge-qkv packed weights 2\nmodel " + info.fingerprint + "\n" + engine + "\nprocessor " +
+      maker_("edge-qkv packed weights 3\nmodel " + info.fingerprint + "\n" + engine + "\nprocessor " +
              processor_name() + "\n"),
       final_(directory + "/" + name_of(info) + hash(maker_)) {}
 
@@ -159,8 +159,9 @@ std::string PackedWeights::described(const std::string& folder) const {
 }
 
 std::string PackedWeights::find() const {
-  const std::string is = described(final_);
-  return !is.empty() && read_small(final_ + "/" + kMarker) == is ? final_ + "/" + files_.front() : "";
+  const std::string marker = described(final_);
+  const bool whole = !marker.empty() && read_small(final_ + "/" + kMarker) == marker;
+  return whole ? final_ + "/" + files_.front() : "";
 }
 
 void PackedWeights::write_marker(const std::string& folder) const {

@@ -4,8 +4,7 @@
 //
 // The directory that a user names holds a directory for each model, version of an engine and processor:
 //   packed-FINGERPRINT-HASH/...         the engine's files
-//                           packed.txt  written last: what it was made of and by, and the files' sizes
-//                           and
+//                           packed.txt  written last: what it was made of and by, the files' sizes and
 //                                       the checksums of their ends
 //   .lock                               held while one is written
 #pragma once

@@ -47,7 +47,7 @@ typedef struct eqkv_session eqkv_session;
 /* ---- library ---- */
 
 /* Version of this interface; grows when a caller of the new one cannot use the old. */
-#define EQKV_ABI_VERSION 3
+#define EQKV_ABI_VERSION 4
 EQKV_API int eqkv_abi_version(void);
 
 /* Instruction set of the attention kernel: "baseline", "avx2", "avxvnni", "avx512",
@@ -69,37 +69,17 @@ EQKV_API eqkv_status eqkv_memory(eqkv_memory_info* info);
 
 /* ---- plan ---- */
 
-/* What a plan has to know of a model. All counts are of one model, bytes are those of its files. */
-typedef struct eqkv_plan_model {
-  size_t struct_size;
-  int64_t layers;
-  int64_t caches; /* cached tensors a layer: 1 unified, 2 with a separate V */
-  int64_t kv_heads;
-  int64_t head_dim;
-  int64_t heads;
-  int64_t width;
-  int64_t mlp_width;
-  int64_t mlp_matrices; /* 2, or 3 with a gate */
-  int64_t vocab_size;
-  int64_t max_positions;
-  uint64_t weight_bytes; /* of the model's files */
-  uint64_t matrix_bytes; /* of these, matrices that are multiplied by: the engine may repack them */
-  uint64_t table_bytes;  /* of these, all else: read a row at a time. A tied head counts as both */
-  int32_t weight_bits;   /* of the matrices in the layers: 4, 8 or 32 */
-  int32_t block_size;    /* weights that share a scale; 0 with 32 bits, or where a row shares one */
-  int64_t prefill_chunk; /* most tokens evaluated at once, fixed by the model file; 0: any number */
-} eqkv_plan_model;
-
 typedef struct eqkv_plan_options {
   size_t struct_size;
   uint64_t memory;        /* budget in bytes; 0: none */
   int64_t context;        /* tokens; 0: the longest that the budget holds, without one max_positions */
   int64_t prefill_chunk;  /* tokens evaluated at once; 0: 128; the model may allow fewer */
   int32_t threads;        /* 0: one for each core */
-  const char* cache_type; /* "fp32", "fp16" or "int8"; null: fp16, or what the package has */
+  const char* cache_type; /* "fp32", "fp16" or "int8"; null: what the description has */
   int32_t packed;         /* whether the weights are packed for this processor, see eqkv_model_pack */
   const char* engine;     /* "onnxruntime" or "executorch"; null: onnxruntime; of a package it is the
                              package's */
+  int64_t margin;         /* as in eqkv_session_options */
 } eqkv_plan_options;
 
 /* Bytes beyond what the process has without the runtime. */
@@ -119,17 +99,19 @@ typedef struct eqkv_plan_info {
   uint64_t margin;           /* what measurements differ by */
   uint64_t total;            /* expected + margin: the least budget for this context */
   uint64_t anonymous;        /* of the total, what no pressure gives back */
+  uint64_t weight_bytes;     /* of the model's files; without files matrix_bytes and all else stored */
+  uint64_t matrix_bytes;     /* of these, matrices that each token is multiplied by */
 } eqkv_plan_info;
 
-/* Plans from numbers alone. EQKV_OVER_BUDGET when `memory` does not hold it: `plan` is filled in and the
- * message names what is needed, what is allowed, and which changes would fit. */
-EQKV_API eqkv_status eqkv_plan(const eqkv_plan_model* model, const eqkv_plan_options* options,
+/* Plans from a description alone: the text that a model file would hold as edge_qkv.description (see
+ * runtime/core/description.h). EQKV_OVER_BUDGET when `memory` does not hold it: `plan` is filled in and
+ * the message names what is needed, what is allowed, and which changes would fit. */
+EQKV_API eqkv_status eqkv_plan(const char* description, const eqkv_plan_options* options,
                                eqkv_plan_info* plan);
 
-/* The same for the package at `path`, of which only the description is read. `model`, unless null,
- * receives what was read. */
+/* The same for the package at `path`, of which only the description is read. */
 EQKV_API eqkv_status eqkv_plan_package(const char* path, const eqkv_plan_options* options,
-                                       eqkv_plan_info* plan, eqkv_plan_model* model);
+                                       eqkv_plan_info* plan);
 
 /* ---- model ---- */
 
@@ -172,13 +154,12 @@ typedef struct eqkv_model_info {
   const char* cache_type; /* "fp32", "fp16" or "int8"; lives as long as the library */
   int64_t vocab_size;
   int64_t layers;
-  int64_t kv_heads;
-  int64_t head_dim;
   int64_t max_positions;         /* longest context the model allows */
-  int64_t cache_bytes_per_token; /* over all layers */
+  int64_t cache_bytes_per_token; /* over all layers, as if none had a window */
   int32_t packed;                /* whether the weights were mapped from packed files */
   int64_t context;               /* the most that a session may have */
   char fingerprint[65];          /* hexadecimal digits: of weights and graph, as they were exported */
+  const char* description;       /* of the model file, see eqkv_plan; lives as long as the model */
 } eqkv_model_info;
 EQKV_API eqkv_status eqkv_model_get_info(const eqkv_model* model, eqkv_model_info* info);
 
@@ -224,6 +205,8 @@ typedef struct eqkv_session_options {
   int64_t sinks;         /* with EQKV_OVERFLOW_WINDOW; 0: none */
   int64_t window;        /* with EQKV_OVERFLOW_WINDOW; 0: half of the context, sinks included */
   int64_t block;         /* with EQKV_OVERFLOW_SHIFT; 0: a quarter of the context */
+  int64_t margin;        /* rows that layers with a window keep behind it, so that a rewind over as many
+                            tokens finds them; 0: as many as each window */
 } eqkv_session_options;
 
 EQKV_API eqkv_status eqkv_session_open(eqkv_model* model, const eqkv_session_options* options,
@@ -269,13 +252,22 @@ EQKV_API eqkv_status eqkv_sample(const float* logits, size_t vocab_size, const i
  * itself. */
 EQKV_API bool eqkv_is_set(void* flag);
 
-/* Forgets all but the first `length` tokens. The next evaluate goes on from there. */
-EQKV_API eqkv_status eqkv_session_rewind(eqkv_session* session, int64_t length);
+/* `done` of `total` tokens are evaluated. Called by the thread that is in the function; of the same
+ * session it may only cancel. */
+typedef void (*eqkv_progress)(void* data, int64_t done, int64_t total);
+
+/* Forgets all but the first `length` tokens. The next evaluate goes on from there. Where a layer has a
+ * window and rows that the next token needs are gone (see margin), the first `length` tokens are
+ * evaluated again; after EQKV_CANCELLED those that were are left. `evaluated` receives how many were, 0
+ * where none had to be; it and `progress` may be null. */
+EQKV_API eqkv_status eqkv_session_rewind(eqkv_session* session, int64_t length, eqkv_progress progress,
+                                         void* data, int64_t* evaluated);
 
 /* Keeps the first tokens that the session has in common with `tokens` and forgets the rest; `kept`
  * receives their number. Evaluate tokens + kept to go on: a prompt that shares its beginning with the
  * last one is not evaluated again. At least one token is left to evaluate, unless the session holds
- * exactly `tokens` and their logits. */
+ * exactly `tokens` and their logits. Where a layer has a window and rows that the next token needs are
+ * gone, none is kept. */
 EQKV_API eqkv_status eqkv_session_match(eqkv_session* session, const int32_t* tokens, size_t count,
                                         int64_t* kept);
 
@@ -290,8 +282,7 @@ EQKV_API eqkv_status eqkv_session_save(eqkv_session* session, const char* path);
 /* Puts the session into the state that was saved: the cache is mapped from the file, nothing is
  * evaluated again. The file must have been saved by the same model, with the same cache type, and its
  * tokens must fit into the context: else EQKV_BAD_SNAPSHOT, or EQKV_CONTEXT_FULL, and the session is as
- * before. Do not change
- * the file in place afterwards; saving over it is no such change. */
+ * before. Do not change the file in place afterwards; saving over it is no such change. */
 EQKV_API eqkv_status eqkv_session_restore(eqkv_session* session, const char* path);
 
 /* Stops the evaluate that is running, or else the next one. Safe from any thread. */
@@ -313,7 +304,7 @@ typedef struct eqkv_session_info {
   size_t struct_size;
   int64_t length;           /* tokens in the cache */
   int64_t context;          /* capacity in tokens */
-  uint64_t cache_used;      /* bytes of the rows written */
+  uint64_t cache_used;      /* bytes of the rows that tokens to come can see, and of the margin's */
   uint64_t cache_committed; /* bytes of the cache in RAM, from the kernel */
   uint64_t cache_reserved;  /* address space of the cache: its bytes at full context, and more where the
                                model file fixes the number of rows */

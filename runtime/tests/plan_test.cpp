@@ -13,7 +13,7 @@ namespace {
 
 constexpr uint64_t kMB = 1'000'000;
 
-EngineCosts plain_costs(const PlanModel& m, const PlanOptions& options) {
+EngineCosts plain_costs(const Description& m, const PlanOptions& options) {
   EngineCosts costs;
   costs.weights_file =
       m.table_bytes + (options.packed ? m.matrix_bytes / 2 : 0);  // as if packing saved half
@@ -26,8 +26,8 @@ EngineCosts plain_costs(const PlanModel& m, const PlanOptions& options) {
   return costs;
 }
 
-PlanModel eighth(const PlanModel& m) {
-  PlanModel changed = m;
+Description eighth(const Description& m) {
+  Description changed = m;
   changed.weight_bits = 4;
   changed.block_size = 128;
   changed.matrix_bytes /= 8;
@@ -37,19 +37,33 @@ PlanModel eighth(const PlanModel& m) {
 constexpr PlanEngine kPlain = {plain_costs, eighth};
 
 // 22 layers of one kv head of 64: 2,816 bytes a token in fp16.
-PlanModel model() {
-  PlanModel m;
-  m.cache = {CacheType::kFloat16, 22, 1, 1, 64};
-  m.heads = 32;
+Description model() {
+  Description m;
+  LayerKind kind;
+  kind.name = "layer";
+  kind.heads = 32;
+  kind.kv_heads = 1;
+  kind.head_dim = kind.value_dim = 64;
+  kind.mlp_width = 8192;
+  m.kinds = {kind};
+  m.pattern.assign(22, 0);
   m.width = 2048;
-  m.mlp_width = 8192;
   m.vocab_size = 50'304;
   m.max_positions = 32'768;
-  m.weight_bytes = 900 * kMB;
   m.matrix_bytes = 800 * kMB;
   m.table_bytes = 100 * kMB;
   m.weight_bits = 8;
   m.block_size = 128;
+  return m;
+}
+
+// The same with five layers that see 512 rows and 4 sinks for each that sees all.
+Description with_windows() {
+  Description m = model();
+  m.kinds.push_back(m.kinds[0]);
+  m.kinds[1].window = 512;
+  m.kinds[1].sinks = 4;
+  for (size_t i = 0; i < m.pattern.size(); ++i) m.pattern[i] = i % 6 == 5 ? 0 : 1;
   return m;
 }
 
@@ -68,11 +82,11 @@ bool says(const Plan& plan, const std::string& words) {
 }  // namespace
 
 TEST(exact_cache, "the cache is exact in every type, scales included") {
-  PlanModel m = model();
+  Description m = model();
   EXPECT(plan_memory(m, with(0, 32'768), kPlain).cache == 92'274'688);
-  m.cache.type = CacheType::kFloat32;
+  m.cache = CacheType::kFloat32;
   EXPECT(plan_memory(m, with(0, 32'768), kPlain).cache == 184'549'376);
-  m.cache.type = CacheType::kInt8;
+  m.cache = CacheType::kInt8;
   EXPECT(plan_memory(m, with(0, 32'768), kPlain).cache == 22 * (64 + 2) * uint64_t{32'768});
 }
 
@@ -127,8 +141,8 @@ TEST(changes, "the message names need, budget, shortfall and every change that f
   EXPECT(!says(more, "int8") && !says(more, "chunk"));
   EXPECT(says(more, "a context of ") && says(more, "int4 weights (") && says(more, "packed weights ("));
   // A change that was made is not proposed.
-  PlanModel int8 = model();
-  int8.cache.type = CacheType::kInt8;
+  Description int8 = model();
+  int8.cache = CacheType::kInt8;
   PlanOptions packed = with(1, 32'768);
   packed.memory = plan_memory(int8, with(0, 32'768), kPlain).total() - 401 * kMB;
   packed.packed = true;
@@ -158,33 +172,30 @@ TEST(nothing_fits, "where no change fits, the message says what one token needs"
   EXPECT(plan_memory(model(), with(50 * kMB, 0), kPlain).context == 1);
 }
 
-TEST(unsound, "numbers that no model has are refused, and none overflows") {
-  const auto refused = [](const char* words, void (*change)(PlanModel*)) {
-    PlanModel m = model();
-    change(&m);
-    EXPECT_ERROR(EQKV_INVALID_ARGUMENT, words, plan_memory(m, with(0, 1), kPlain));
-  };
-  refused("layers", [](PlanModel* m) { m->cache.layers = 0; });
-  refused("caches", [](PlanModel* m) { m->cache.caches = 3; });
-  refused("head_dim", [](PlanModel* m) { m->cache.head_dim = INT64_MAX; });
-  refused("kv_heads", [](PlanModel* m) { m->cache.kv_heads = 5; });
-  refused("matrix_bytes", [](PlanModel* m) { m->matrix_bytes = UINT64_MAX; });
-  refused("vocab_size", [](PlanModel* m) { m->vocab_size = -1; });
-  refused("block_size", [](PlanModel* m) { m->block_size = 0; });
+TEST(unsound, "numbers that no request has are refused, and none overflows") {
   EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "context", plan_memory(model(), with(0, 32'769), kPlain));
   EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "context", plan_memory(model(), with(0, -1), kPlain));
   EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "prefill_chunk",
                plan_memory(model(), with(0, 1, INT64_MAX), kPlain));
-  PlanModel huge = model();
-  huge.cache = {CacheType::kFloat32, 4096, 2, 4096, 65'536};
-  huge.heads = 4096;
+  for (const int64_t margin : {int64_t{-1}, INT64_MAX}) {
+    PlanOptions options = with(0, 1);
+    options.margin = margin;
+    EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "margin", plan_memory(with_windows(), options, kPlain));
+  }
+  Description huge = model();
+  huge.cache = CacheType::kFloat32;
+  LayerKind& kind = huge.kinds[0];
+  kind.rows = Rows::kSeparate;
+  kind.heads = kind.kv_heads = 4096;
+  kind.head_dim = kind.value_dim = 65'536;
+  huge.pattern.assign(4096, 0);
   huge.max_positions = int64_t{1} << 31;
   EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "more bytes than exist",
                plan_memory(huge, with(0, huge.max_positions), kPlain));
 }
 
 TEST(fixed_chunk, "the chunk is the least of what is asked for, the model takes and the context holds") {
-  PlanModel m = model();
+  Description m = model();
   const auto planned = [&](int64_t context, int64_t chunk) {
     return plan_memory(m, with(0, context, chunk), kPlain).prefill_chunk;
   };
@@ -199,21 +210,17 @@ TEST(fixed_chunk, "the chunk is the least of what is asked for, the model takes 
   EXPECT(says(plan_memory(m, with(total - 1, 32'768), kPlain), "a prefill chunk of 32 ("));
   m.prefill_chunk = 1000;
   EXPECT(planned(2000, 0) == kPrefillChunk);
-  for (const int64_t chunk : {int64_t{-1}, INT64_MAX}) {
-    m.prefill_chunk = chunk;
-    EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "prefill_chunk", plan_memory(m, with(0, 1), kPlain));
-  }
 }
 
 TEST(engines, "each engine's own figures: packed weights are file-backed, int4 is smaller") {
   for (const char* name : {"onnxruntime", "executorch"}) {
     const PlanEngine& engine = plan_engine(name);
-    PlanModel wide = model();
+    Description wide = model();
     wide.weight_bits = 32;
     wide.block_size = 0;
     wide.matrix_bytes = 3200 * kMB;
     wide.table_bytes = 412 * kMB;
-    for (const PlanModel& m : {model(), wide}) {
+    for (const Description& m : {model(), wide}) {
       PlanOptions options = with(0, 1024);
       const Plan plain = plan_memory(m, options, engine);
       options.packed = true;
@@ -221,7 +228,7 @@ TEST(engines, "each engine's own figures: packed weights are file-backed, int4 i
       EXPECT(packed.weights_anonymous == 0 && plain.weights_anonymous >= m.matrix_bytes);
       EXPECT(packed.weights_file - plain.weights_file == plain.weights_anonymous);
       EXPECT(packed.total() == plain.total());
-      const PlanModel int4 = engine.in_int4(m);
+      const Description int4 = engine.in_int4(m);
       EXPECT(int4.weight_bits == 4 && int4.block_size >= 32);
       EXPECT(int4.matrix_bytes < m.matrix_bytes * 7 / 10 && int4.matrix_bytes > m.matrix_bytes / 8);
       EXPECT(plan_memory(int4, options, engine).total() < packed.total());
@@ -230,26 +237,24 @@ TEST(engines, "each engine's own figures: packed weights are file-backed, int4 i
   EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "onnxruntime or executorch, not \"llama\"", plan_engine("llama"));
 }
 
-TEST(weight_bits, "weights of other bits than engines have are refused, whatever the budget") {
+TEST(weight_bits, "weights of every width that a description has are planned for by both engines") {
   for (const char* name : {"onnxruntime", "executorch"}) {
-    PlanModel m = model();
-    for (const int bits : {-8, 0, 3, 5, 6, 7, 9, 16, 31, 33}) {
+    Description m = model();
+    uint64_t last = 0;
+    for (const int bits : {4, 8, 16, 32}) {
       m.weight_bits = bits;
-      for (const uint64_t memory : {uint64_t{0}, uint64_t{1}}) {
-        EXPECT_ERROR(EQKV_INVALID_ARGUMENT,
-                     "weight_bits must be 4, 8 or 32, not " + std::to_string(bits),
-                     plan_memory(m, with(memory, 1024), plan_engine(name)));
-      }
-    }
-    for (const int bits : {4, 8, 32}) {
-      m.weight_bits = bits;
+      m.block_size = bits < 16 ? 128 : 0;
+      m.matrix_bytes = static_cast<uint64_t>(bits) * 100 * kMB;
       EXPECT(!plan_memory(m, with(1, 1024), plan_engine(name)).over_budget.empty());
+      const uint64_t total = plan_memory(m, with(0, 1024), plan_engine(name)).total();
+      EXPECT(total > last);
+      last = total;
     }
   }
 }
 
 TEST(row_scales, "8 bits with a scale a row are for the engine that has them") {
-  PlanModel m = model();
+  Description m = model();
   m.block_size = 0;
   const Plan plan = plan_memory(m, with(0, 1024), plan_engine("executorch"));
   EXPECT(plan.weights_anonymous >= m.matrix_bytes && plan.over_budget.empty());
@@ -258,4 +263,72 @@ TEST(row_scales, "8 bits with a scale a row are for the engine that has them") {
   m.weight_bits = 4;
   EXPECT_ERROR(EQKV_INVALID_ARGUMENT, "block_size",
                plan_memory(m, with(0, 1024), plan_engine("executorch")));
+}
+
+TEST(windows, "layers with a window take no more than it, its margin, the sinks and a chunk") {
+  const Description m = with_windows();
+  const uint64_t row = 128, global = 3 * row, local = 19 * row;  // bytes a token
+  const auto cache = [&](int64_t context, int64_t chunk, int64_t margin) {
+    PlanOptions options = with(0, context, chunk);
+    options.margin = margin;
+    return plan_memory(m, options, kPlain).cache;
+  };
+  // Within window and margin all rows are there: what a model without windows takes.
+  EXPECT(cache(1024, 128, 0) == plan_memory(model(), with(0, 1024, 128), kPlain).cache);
+  // Then 32 rows a page: one of sinks; 512 + 512 + 128 rows and a page, for they begin anywhere.
+  EXPECT(cache(32'768, 128, 0) == global * 32'768 + local * (32 + 1152 + 32));
+  EXPECT(cache(32'768, 256, 0) == global * 32'768 + local * (32 + 1280 + 32));
+  EXPECT(cache(32'768, 128, 64) == global * 32'768 + local * (32 + 704 + 32));
+  EXPECT(cache(32'768, 128, 32'768) == (global + local) * 32'768);
+}
+
+TEST(windows_inverse, "context and budget are inverse where layers have windows") {
+  const Description m = with_windows();
+  uint64_t last = 0;
+  for (int64_t context = 1; context <= 4096; ++context) {
+    const uint64_t total = plan_memory(m, with(0, context), kPlain).total();
+    EXPECT(total >= last);
+    last = total;
+  }
+  for (const int64_t context : {1, 127, 1000, 1151, 1152, 1180, 1300, 5000, 32'767}) {
+    const uint64_t least = plan_memory(m, with(0, context), kPlain).total();
+    EXPECT(plan_memory(m, with(least, context), kPlain).over_budget.empty());
+    const int64_t longest = plan_memory(m, with(least, 0), kPlain).context;
+    EXPECT(longest >= context && plan_memory(m, with(0, longest), kPlain).total() <= least);
+    EXPECT(plan_memory(m, with(0, longest + 1), kPlain).total() > least);
+    EXPECT(!plan_memory(m, with(least - 1, context), kPlain).over_budget.empty());
+  }
+}
+
+TEST(kinds, "an evaluation takes what its largest kind of layer takes, each cache its own") {
+  const auto workspace = [](const Description& m, const char* engine) {
+    return plan_memory(m, with(0, 4096), plan_engine(engine)).workspace;
+  };
+  for (const char* engine : {"onnxruntime", "executorch"}) {
+    Description wide = model();
+    wide.kinds[0].mlp_width = 32'768;
+    Description latent = model();
+    latent.kinds[0].head_dim = 576;
+    latent.kinds[0].value_dim = 512;
+    for (const Description& large : {wide, latent}) {
+      Description both = model();
+      both.kinds.push_back(large.kinds[0]);
+      for (size_t i = 0; i < both.pattern.size(); i += 2) both.pattern[i] = 1;
+      EXPECT(workspace(large, engine) > workspace(model(), engine));
+      EXPECT(workspace(both, engine) == workspace(large, engine));
+      const auto cache = [&](const Description& m) {
+        return plan_memory(m, with(0, 4096), plan_engine(engine)).cache;
+      };
+      EXPECT(2 * cache(both) == cache(model()) + cache(large));
+    }
+    // Values beside the keys, and layers that have no rows of their own.
+    Description apart = model();
+    apart.kinds[0].rows = Rows::kSeparate;
+    apart.kinds[0].value_dim = 128;
+    apart.kinds.push_back(apart.kinds[0]);
+    apart.kinds[1].rows = Rows::kOther;
+    apart.kinds[1].rows_of = 0;
+    for (size_t i = 1; i < apart.pattern.size(); i += 2) apart.pattern[i] = 1;
+    EXPECT(plan_memory(apart, with(0, 4096), plan_engine(engine)).cache == 11 * 2 * (64 + 128) * 4096);
+  }
 }

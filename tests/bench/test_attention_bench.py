@@ -7,10 +7,10 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import bench_results
 import pytest
 
 from edge_qkv import _native
-from edge_qkv.bench import results
 from edge_qkv.bench.attention import command as attention
 from edge_qkv.bench.attention.problem import Missing
 
@@ -32,7 +32,7 @@ def test_every_operator_that_is_there_is_timed(tmp_path):
     command = [sys.executable, "-m", "edge_qkv.bench.attention.command", *options, "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    content = results.read(tmp_path, "attention")
+    content = bench_results.read(tmp_path, "attention")
     found, absent = content["attention"], {row["operator"] for row in content["attention"]["left_out"]}
     assert content["complete"] and found["threads"] == [1, 2]
     assert all("ExecuTorch" in name for name in absent) and (not absent or not HAS_EXECUTORCH)

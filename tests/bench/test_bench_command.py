@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
+import bench_results
 import pytest
 
-from conftest import TINY, hears_ctrl_c, write_checkpoint
+from conftest import TINY, changed, hears_ctrl_c, write_checkpoint
 from edge_qkv import EdgeQKVError, Package, Session, plan
-from edge_qkv.bench import figures, machine, results, shapes
-from edge_qkv.bench.__main__ import main
+from edge_qkv.bench import figures, machine
+from edge_qkv.bench.__main__ import COMMANDS, main
 from edge_qkv.bench.package import speed
 from edge_qkv.bench.package.command import reachable
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
+from edge_qkv.processors import processors
 
 BYTES = 2 * 8 * 4  # of the tiny model's cache, a token
 PARTS = {"load", "decode", "prefill", "first_token", "threads", "restore"}
+MEASURED = Path(__file__).parents[2] / "bench/measured"
 QUICK = ("--only", "decode", "--repeats", "1", "--depths", "0", "40")
 
 
@@ -72,7 +75,7 @@ def _sound(figure: dict) -> bool:
 
 
 def test_the_result_has_all_parts_and_exact_cache_bytes(measured, tiny_package):
-    found = results.read(measured[0], "package")
+    found = bench_results.read(measured[0], "package")
     assert found["schema"] == 1 and found["complete"] is True and set(found) >= PARTS
     assert found["options"] == {"threads": 2, "repeats": 2, "seconds": 20.0}
     package = Package.open(tiny_package)
@@ -103,8 +106,8 @@ def test_the_result_has_all_parts_and_exact_cache_bytes(measured, tiny_package):
 
 
 def test_the_machine_is_described(measured):
-    found = results.read(measured[0], "package")["machine"]
-    assert found["cores"] == machine.cores() and found["memory"] > 1 << 26
+    found = bench_results.read(measured[0], "package")["machine"]
+    assert found["cores"] == processors() and found["memory"] > 1 << 26
     assert found["processor"] and found["instruction_set"] and found["date"].endswith("+00:00")
     arm = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd05\n"
     assert machine.processor(f"{arm}{arm}{arm.replace('0xd05', '0xd0b')}") == "2 x Cortex-A55, 1 x Cortex-A76"
@@ -157,16 +160,20 @@ def test_the_base_install_is_enough(tiny_package, tmp_path):
     assert done.returncode == 2 and "needs torch; run pip install 'edge-qkv[export]'" in done.stderr
 
 
-def test_every_field_is_described():
-    text = (Path(results.__file__).parent / "schema.md").read_text()
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in MEASURED.glob("*/bench.json")))
+def test_every_field_of_the_committed_results_is_described(name):
+    kind = json.loads((MEASURED / name / "bench.json").read_text())["kind"]
+    assert bench_results.read(MEASURED / name, kind)["complete"]
 
-    def names(shape: object) -> set[str]:
-        parts = shape.values() if isinstance(shape, dict) else shape if isinstance(shape, list) else ()
-        own = set(shape) if isinstance(shape, dict) else set()
-        return own.union(*(names(part) for part in parts if isinstance(part, (dict, list))))
 
-    described = set(re.findall(r"[a-z_0-9]+", " ".join(re.findall(r"`([^`]+)`", text))))
-    assert names(shapes.SHAPES) - {"package", "variants"} <= described
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_every_command_has_its_help(name, capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main([*filter(None, [name]), "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: {f'edge-qkv bench {name}'.strip()} [-h]")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert f"edge-qkv bench {name}" in capsys.readouterr().out.partition("sections")[0]
 
 
 # ---- compare ----
@@ -214,6 +221,34 @@ def test_results_that_cannot_be_read_are_one_sentence(measured, again, tmp_path,
     assert "decode.depths[1].ms_per_token has no median" in sentence(good | {"decode": decode})
 
 
+def _places(part: object, path: tuple = ()) -> Iterator[tuple]:
+    """The path of every value inside a result."""
+    inside = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    for name, value in inside:
+        yield (*path, name)
+        yield from _places(value, (*path, name))
+
+
+@pytest.mark.parametrize("change", [None, "", -1, 1 << 80, True, [], {}, [None], "gone"], ids=repr)
+def test_a_result_that_is_damaged_anywhere_is_compared_or_refused(change, measured, again, tmp_path, capsys):
+    """In one sentence: what is not read may be anything, what is read must be what it is."""
+    good = json.loads((measured[0] / "bench.json").read_text())
+    refused = 0
+    for *path, last in _places(good):
+        content = json.loads(json.dumps(good))
+        inside = functools.reduce(lambda part, name: part[name], path, content)
+        if change == "gone":
+            del inside[last]
+        else:
+            inside[last] = change
+        (tmp_path / "bench.json").write_text(json.dumps(content))
+        capsys.readouterr()
+        code, error = main(["compare", str(again), str(tmp_path)]), capsys.readouterr().err
+        assert (code, error.count("\n")) == (0, 0) or (code == 2 and error.startswith("edge-qkv bench compare: ")), path
+        refused += code == 2
+    assert refused > 20
+
+
 # ---- what is right ----
 
 
@@ -227,7 +262,7 @@ def altered(tiny_checkpoint, tmp_path_factory) -> Path:
     name = next(n for n in weights if n.endswith("mlp.down.weight"))
     save_file(weights | {name: -weights[name]}, folder / "model.safetensors")
     output = folder.with_name("altered")
-    TARGETS["onnx"](str(folder), output, weights="fp32", cache="fp32", parity=False)
+    export_package("onnx", str(folder), output, weights="fp32", cache="fp32", parity=False)
     return output
 
 
@@ -287,7 +322,7 @@ def test_what_takes_too_long_is_left_out_or_not_repeated(tiny_package):
 def test_depths_that_memory_does_not_hold_are_left_out(random_package, refused, capsys):
     """A model whose cache has a tebibyte at its full context."""
     most = 1 << 24
-    config = replace(TINY, positions="none", max_positions=most, sharing="qkv", heads=64, kv_heads=64, head_dim=64)
+    config = changed(TINY, positions="none", max_positions=most, sharing="qkv", heads=64, kv_heads=64, head_dim=64)
     _, path = random_package("onnx", config)
     package = Package.open(path)
     held, left_out = reachable(package, [0, most - 1])
@@ -310,7 +345,7 @@ def test_ctrl_c_keeps_what_was_measured(tiny_package, tmp_path):
     assert process.returncode == 130 and out == ""
     assert err.endswith("edge-qkv bench: stopped\n") and "Traceback" not in err
     assert f"what was measured so far is in {tmp_path / 'bench.json'}" in err
-    kept = results.read(tmp_path, "package")
+    kept = bench_results.read(tmp_path, "package")
     assert kept["complete"] is False and "load" in kept and "decode" not in kept
 
 

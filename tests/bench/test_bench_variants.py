@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
+import bench_results
 import pytest
 
-from conftest import TINY
+from conftest import TINY, changed
 from edge_qkv import EdgeQKVError, plan
-from edge_qkv.bench import results
 from edge_qkv.bench.__main__ import main
 from edge_qkv.bench.package import variants
-from edge_qkv.bench.package.random import random_package
+from edge_qkv.bench.package.random_weights import random_package
 from edge_qkv.presets import PRESETS, apply_variant
 
-CONFIG = replace(TINY, heads=8, head_dim=4, max_positions=64)
+CONFIG = changed(TINY, heads=8, head_dim=4, max_positions=64)
 EXPORT = ("--weights", "fp32", "--cache", "fp16", "--repeats", "1")
 
 
@@ -36,7 +35,7 @@ def test_a_config_is_exported_once_and_measured(config, tmp_path, capsys):
     assert found["decode"]["depths"][-1]["memory"]["cache_used"] == CONFIG.cache_bytes(64, "fp16")
     (package,) = tmp_path.iterdir()
     written = {path: path.stat().st_mtime_ns for path in package.rglob("*")}
-    for again, same in ((CONFIG, True), (replace(CONFIG, mlp="gelu"), False)):  # the second of the same name
+    for again, same in ((CONFIG, True), (changed(CONFIG, mlp="gelu"), False)):  # the second of the same name
         assert random_package("small", again, tmp_path, "onnx", "fp32", "fp16").config == again
         assert ("exporting" in capsys.readouterr().err) != same
         assert (written == {path: path.stat().st_mtime_ns for path in package.rglob("*")}) == same
@@ -46,7 +45,7 @@ def test_variants_have_the_cache_that_is_planned(config, tmp_path, capsys):
     options = ("--variants", "QKV", "Q-MQA", "--depths", "0", "63", "--directory", str(tmp_path / "random"))
     assert main(["variants", str(config), *options, *EXPORT, "--output", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    found = results.read(tmp_path / "out", "variants")
+    found = bench_results.read(tmp_path / "out", "variants")
     assert found["complete"] and found["model"] == "small" and found["context"] == 64
     for row in found["variants"]:
         varied = apply_variant(CONFIG, row["variant"])
@@ -67,7 +66,7 @@ def test_fewer_layers_are_said_and_not_compared_with_the_paper(config, tmp_path,
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == "small, first 1 layers" and found["layers"] == 1
     (row,) = found["variants"]
-    assert row["cache_reserved"] == plan(replace(CONFIG, layers=1), context=64).cache
+    assert row["cache_reserved"] == plan(changed(CONFIG, layers=1), context=64).cache
     assert row["depths"][0]["memory"]["cache_used"] == CONFIG.cache_bytes(8) // 2
     assert variants._Model("1.2B", PRESETS["1.2B"], False).paper("Q-MQA", "fp16") is None
 

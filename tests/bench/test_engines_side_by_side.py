@@ -19,7 +19,7 @@ from edge_qkv import EdgeQKVError, Session
 from edge_qkv.bench.package import engines, page_cache
 from edge_qkv.bench.package.measurements import PREFILL, difference
 from edge_qkv.bench.package.speed import TOLERANCE
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from edge_qkv.package import Package
 
 FIGURES = {
@@ -43,7 +43,7 @@ FIGURES = {
 def executorch_package(tmp_path_factory, tiny_checkpoint) -> Path:
     pytest.importorskip("executorch")
     output = tmp_path_factory.mktemp("executorch") / "other"
-    TARGETS["executorch"](str(tiny_checkpoint), output, weights="fp32", cache="fp16", parity=False)
+    export_package("executorch", str(tiny_checkpoint), output, weights="fp32", cache="fp16", parity=False)
     return output
 
 
@@ -137,7 +137,7 @@ def test_bad_input_is_one_sentence(tiny_package, tmp_path, refused):
 
 def test_a_package_of_a_short_context_is_refused(tiny_checkpoint, tmp_path, refused):
     options = {"weights": "fp32", "cache": "fp32", "parity": False, "capacity": 40}
-    TARGETS["onnx"](str(tiny_checkpoint), tmp_path / "short", **options)
+    export_package("onnx", str(tiny_checkpoint), tmp_path / "short", **options)
     assert "short: holds 40 tokens, fewer than the 64" in refused(tmp_path / "short")
 
 

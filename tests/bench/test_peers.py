@@ -6,25 +6,24 @@ import importlib.util
 import json
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
+import bench_results
 import numpy as np
 import pytest
 
-from conftest import TINY
+from conftest import TINY, changed
 from edge_qkv import EdgeQKVError
-from edge_qkv.bench import results
 from edge_qkv.bench.__main__ import main
 from edge_qkv.bench.package import speed
-from edge_qkv.bench.package.random import random_package
+from edge_qkv.bench.package.random_weights import random_package
 from edge_qkv.bench.peers import command as peers
 from edge_qkv.bench.peers import report as peers_report
 from edge_qkv.bench.peers.engines import open_peer
 from edge_qkv.bench.peers.process import PeerProcess
 
-CONFIG = replace(TINY, heads=8, head_dim=16, width=128, mlp_width=64, max_positions=96, positions="learned")
-CONFIG = replace(CONFIG, norm="layernorm", norm_bias=True, mlp="gelu")
+CONFIG = changed(TINY, heads=8, head_dim=16, width=128, mlp_width=64, max_positions=96, positions="learned")
+CONFIG = changed(CONFIG, norm="layernorm", norm_bias=True, mlp="gelu")
 OURS, GROUP_QUERY, FUNCTION = (peers.CONTESTANTS[i].name for i in (0, -2, -1))
 BOUND = 0.1  # standard deviations of the logits: activations are rounded to 8 bits, caches are fp16 and fp32
 
@@ -68,7 +67,7 @@ def test_peers_take_turns_and_are_written_down(config, package, directory, tmp_p
     options = ("--depths", "0", "80", "--prompts", "32", "--repeats", "2", "--threads", "1", "--only", "ONNX", "llama")
     code = main(["peers", str(config), *options, "--directory", str(directory), "--output", str(tmp_path)])
     assert code == 0, capsys.readouterr().err
-    printed, found = capsys.readouterr(), results.read(tmp_path, "peers")
+    printed, found = capsys.readouterr(), bench_results.read(tmp_path, "peers")
     rows = {row["name"]: row for row in found["contestants"]}
     assert {OURS, GROUP_QUERY, FUNCTION} <= set(rows) and found["complete"]
     for name, row in rows.items():
@@ -107,16 +106,16 @@ def test_a_target_is_of_the_rounds_of_one_run():
 
 
 def test_an_engine_that_computes_another_model_is_refused(package, directory):
-    other = random_package("other", replace(CONFIG, mlp="gelu", norm_eps=0.5), directory, "onnx", "int4", "fp16").path
-    taking = []
+    other = random_package("other", changed(CONFIG, mlp="gelu", norm_eps=0.5), directory, "onnx", "int4", "fp16").path
+    participants = []
     for contestant, path in zip(peers.CONTESTANTS[:2], (package, other), strict=True):
         process = PeerProcess("ours", path, 1, 64)
-        taking.append(peers.Taking(contestant, peers.Package.open(package), [], [], process))
+        participants.append(peers.Participant(contestant, peers.Package.open(package), [], [], process))
     try:
         with pytest.raises(EdgeQKVError, match="computes another model than edge-qkv, ONNX Runtime"):
-            peers._compare_logits(taking)
+            peers._compare_logits(participants)
     finally:
-        for one in taking:
+        for one in participants:
             one.process.close()
 
 
@@ -134,28 +133,28 @@ def test_what_an_engine_died_of_is_said(package, tmp_path):
 
 def test_one_that_dies_takes_no_further_part(package):
     """The others go on; what it was asked last is no figure."""
-    taking = []
+    participants = []
     for contestant in (peers.CONTESTANTS[0], peers.CONTESTANTS[-1]):
         process = PeerProcess(contestant.kind, package, 1, 64)
-        taking.append(peers.Taking(contestant, peers.Package.open(package), [0, 20], [32], process))
-    ours, other = taking
-    first = peers.Taking(peers.CONTESTANTS[-1], other.package, [0], [], PeerProcess("function", package, 1, 64))
+        participants.append(peers.Participant(contestant, peers.Package.open(package), [0, 20], [32], process))
+    ours, other = participants
+    first = peers.Participant(peers.CONTESTANTS[-1], other.package, [0], [], PeerProcess("function", package, 1, 64))
     try:
         os.kill(first.process._process.pid, signal.SIGKILL)  # as an instruction that the processor has not
         peers._compare_logits([ours, first])
         assert first.difference is None and not first.depths and "killed by signal 9" in first.notes[0]
-        peers._decode(taking, 0, 2, 10)
+        peers._decode(participants, 0, 2, 10)
         os.kill(other.process._process.pid, signal.SIGKILL)
-        peers._decode(taking, 20, 2, 10)
-        peers._prefill(taking, 32, None, 2, 10, 10)
+        peers._decode(participants, 20, 2, 10)
+        peers._prefill(participants, 32, None, 2, 10, 10)
         assert set(ours.decode) == {0, 20} and len(ours.decode[20]) == 2 and len(ours.prefill[32]) == 2
         assert set(other.decode) == {0} and not other.prefill
         assert other.notes == [f"no further part: {package}: its process was killed by signal 9"]
         os.kill(ours.process._process.pid, signal.SIGKILL)
         with pytest.raises(EdgeQKVError, match="killed by signal 9"):
-            peers._decode(taking, 20, 2, 10)
+            peers._decode(participants, 20, 2, 10)
     finally:
-        for one in (*taking, first):
+        for one in (*participants, first):
             one.process.close()
 
 
@@ -167,7 +166,7 @@ def test_one_that_dies_takes_no_further_part(package):
         (("1.2B/Q-MQA", "--depths", "32768"), "--depths = 32768: must be"),
         (("1.2B/Q-MQA", "--prompts", "0"), "--prompts = 0: must be"),
         (("1.2B/Q-MQA", "--prompts", "32769"), "--prompts = 32769: must be"),
-        (("1.2B/Q-MQA", "--patience", "nan"), "--patience nan"),
+        (("1.2B/Q-MQA", "--prompt-seconds", "nan"), "--prompt-seconds nan"),
         (("1.2B/Q-MQA", "--repeats", "0"), "--repeats = 0: must be"),
     ],
 )

@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -356,7 +355,7 @@ def test_config_values_of_the_other_paper(tmp_path, field, value):
         ("{", "not valid JSON"),
         ("[1]", "expected an object"),
         ("[" * 100_000, "JSON"),
-        ('{"layers": 1}', "missing"),
+        ('{"pattern": "layer"}', "missing"),
         ('{"layers": ' + "1" * 5000 + "}", "JSON"),
         ("\xff\xfe", "JSON"),
     ],
@@ -369,7 +368,15 @@ def test_native_config_that_is_damaged(tmp_path, text, part):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"layers": 2**27}, {"max_positions": 2**27}, {"heads": 3}, {"layers": True}, {"unknown": 1}], ids=str
+    "changes",
+    [
+        {"pattern": "layer*99999"},
+        {"max_positions": 2**27},
+        {"kinds": {"layer": {"heads": 3}}},
+        {"pattern": True},
+        {"unknown": 1},
+    ],
+    ids=str,
 )
 def test_native_config_that_is_absurd(tmp_path, changes):
     native(tmp_path)
@@ -430,5 +437,6 @@ def test_random_of_nothing_known(spec):
 
 
 def test_random_of_an_absurd_config(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(replace(CONFIG, layers=2**27).to_dict()))
-    refused(f"random:{tmp_path / 'config.json'}", "layers")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_dict() | {"pattern": "layer*9999"}))
+    with pytest.raises(InputError, match=r"config\.json: config field pattern"):
+        read_checkpoint(f"random:{tmp_path / 'config.json'}")

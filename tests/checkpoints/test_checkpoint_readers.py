@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from conftest import changed
 from edge_qkv.checkpoints import Checkpoint, read_checkpoint
 from edge_qkv.checkpoints import random as random_format
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
+from edge_qkv.layer import biases
 from edge_qkv.model import Decoder
 from edge_qkv.presets import preset
 from samples import QUERY_MODES_2510, VARIANTS_2606, reference_logits, write_2510, write_2606
@@ -47,7 +48,7 @@ def test_paper_2606_variant_gives_the_published_codes_logits(tmp_path, variant, 
     write_2606(tmp_path / "model.pt", variant, bias=bias, tied=tied)
     config = check(tmp_path / "model.pt").config
     assert config.variant == {"GQA": "GQA-2", "Q-GQA": "Q-GQA-2"}.get(variant, variant)
-    assert (config.attention_bias, config.mlp_bias, config.tied_head) == (bias, bias, tied)
+    assert (config.only.biases, config.tied_head) == (biases(bias, bias), tied)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
@@ -82,7 +83,7 @@ def test_paper_2606_options(tmp_path, variant, options):
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 def test_groups_are_told_by_the_tensors(tmp_path, variant, groups):
     write_2606(tmp_path / "model.pt", variant, heads=8, groups=groups)
-    assert check(tmp_path / "model.pt").config.kv_heads == groups
+    assert check(tmp_path / "model.pt").config.only.kv_heads == groups
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -91,15 +92,15 @@ def test_groups_are_told_by_the_tensors(tmp_path, variant, groups):
 def test_paper_2510_query_mode_gives_the_published_codes_logits(tmp_path, mode, bias, tied):
     write_2510(tmp_path / "ckpt.pt", mode, bias=bias, tied=tied)
     config = check(tmp_path / "ckpt.pt").config
-    assert config.query == {"original": "projected"}.get(mode, mode)
-    assert (config.sharing, config.head_dim, config.norm_bias) == ("qkv", 6, bias)
+    assert config.only.query == {"original": "projected"}.get(mode, mode)
+    assert (config.only.sharing, config.only.head_dim, config.norm_bias) == ("qkv", 6, bias)
 
 
 @pytest.mark.parametrize("mode", QUERY_MODES_2510)
 def test_published_head_size_62(tmp_path, mode):
     write_2510(tmp_path / "ckpt.pt", mode, layers=1, heads=12, head_size=62)
     config = check(tmp_path / "ckpt.pt").config
-    assert (config.head_dim, config.width) == (62, 744)
+    assert (config.only.head_dim, config.width) == (62, 744)
 
 
 @pytest.mark.parametrize("options", [{"stored_head": False}, {"width": 40}, {"scale": 0.9}, {"legacy": True}], ids=str)
@@ -133,8 +134,17 @@ def test_tokenizer_is_found_beside_the_file(tmp_path):
 
 # ---- our own ----
 
-CONFIG = ModelConfig(
-    vocab_size=97, max_positions=64, layers=2, width=32, heads=4, head_dim=8, kv_heads=1, mlp_width=80, sharing="q-k=v"
+CONFIG = ModelConfig.uniform(
+    vocab_size=97,
+    max_positions=64,
+    layers=2,
+    width=32,
+    heads=4,
+    head_dim=8,
+    kv_heads=1,
+    mlp_width=80,
+    sharing="q-k=v",
+    positions="learned",
 )
 
 
@@ -153,20 +163,45 @@ def native(directory: Path, config: ModelConfig = CONFIG, dtype: torch.dtype = t
     "changes",
     [
         {},
-        {"tied_head": False, "attention_bias": True, "mlp_bias": True, "norm_bias": True},
+        {"tied_head": False, "biases": biases(True, True), "norm_bias": True},
         {"positions": "rotary-conjugate", "mlp": "swiglu", "norm": "rmsnorm"},
         {"positions": "rotary-on-read", "mlp": "geglu"},
     ],
     ids=str,
 )
 def test_native_directory_gives_the_saved_modules_logits(tmp_path, changes):
-    model = native(tmp_path, replace(CONFIG, **changes))
+    model = native(tmp_path, changed(CONFIG, **changes))
     checkpoint = read_checkpoint(str(tmp_path))
     assert checkpoint.config == model.config
     assert list(checkpoint.tensors) == list(model.weight_names())
     ids = torch.tensor([IDS])
     with torch.no_grad():
         torch.testing.assert_close(checkpoint.load()(ids)[0], model(ids)[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        torch.compile,
+        torch.nn.DataParallel,
+        lambda model: torch.compile(torch.nn.DataParallel(model)),
+        lambda model: torch.nn.DataParallel(torch.compile(model)),
+    ],
+    ids=["compiled", "parallel", "compiled parallel", "parallel compiled"],
+)
+def test_a_native_directory_may_hold_the_names_of_a_wrapped_module(tmp_path, wrap):
+    model = native(tmp_path)
+    wrapped = wrap(model).state_dict()
+    kept = {name: x for name, x in wrapped.items() if name.endswith(tuple(model.weight_names()))}
+    assert not kept.keys() & set(model.weight_names())
+    save_file(kept, tmp_path / "model.safetensors")
+    checkpoint = read_checkpoint(str(tmp_path))
+    assert list(checkpoint.tensors) == list(model.weight_names())
+    assert all(torch.equal(load(), model.state_dict()[name]) for name, load in checkpoint.tensors.items())
+    name = model.weight_names()[0]
+    save_file(kept | {name: model.state_dict()[name].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=f"model.safetensors: tensor '{name}' occurs twice"):
+        read_checkpoint(str(tmp_path))
 
 
 def test_loaded_model_survives_the_removal_of_its_file(tmp_path):
@@ -188,7 +223,7 @@ def test_tied_head_stays_one_tensor(tmp_path):
 
 
 def test_random_weights_are_reproducible_and_like_gpt2s(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(replace(CONFIG, width=256, head_dim=64).to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(changed(CONFIG, width=256, head_dim=64).to_dict()))
     first, second = (read_checkpoint(f"random:{tmp_path / 'config.json'}") for _ in range(2))
     for name, load in first.tensors.items():
         assert torch.equal(load(), second.tensors[name]())

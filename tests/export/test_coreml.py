@@ -26,7 +26,7 @@ from edge_qkv.checkpoints import Checkpoint, read_checkpoint
 from edge_qkv.commands.inspect import describe, inspect
 from edge_qkv.config import ModelConfig
 from edge_qkv.engines.coreml import StateCache
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from edge_qkv.export.progress import quiet, silent
 from edge_qkv.model import Decoder, RMSNorm
 from edge_qkv.package import Package
@@ -58,7 +58,7 @@ CONVERTED = [
 
 
 def _export(source: Path | str, output: Path, **options) -> dict:
-    return TARGETS["coreml"](str(source), output, **{"weights": "fp16", "parity": False} | options)
+    return export_package("coreml", str(source), output, **{"weights": "fp16", "parity": False} | options)
 
 
 class Runs:
@@ -342,8 +342,8 @@ def test_the_parity_report_is_of_the_program_as_it_was_written(checkpoint, tmp_p
 def test_an_export_is_silent(checkpoint, tmp_path):
     """coremltools draws bars, and warns at import and of versions that it was not tested with."""
     script = (
-        "import sys; from pathlib import Path; from edge_qkv.export import TARGETS; "
-        "TARGETS['coreml'](sys.argv[1], Path(sys.argv[2]), parity=False)"
+        "import sys; from pathlib import Path; from edge_qkv.export import export_package; "
+        "export_package('coreml', sys.argv[1], Path(sys.argv[2]), parity=False)"
     )
     done = subprocess.run([sys.executable, "-c", script, checkpoint, tmp_path / "package"], capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

@@ -13,20 +13,24 @@ import pytest
 import torch
 
 import gguf_variants
+from conftest import changed, write_checkpoint
 from edge_qkv import InputError, package
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.commands.inspect import inspect
-from edge_qkv.export import TARGETS
-from edge_qkv.stored import plan_model, stored_as
+from edge_qkv.estimate import estimate
+from edge_qkv.export import export_package
+from edge_qkv.layer import biases
+from edge_qkv.targets import stored_as
 from gguf_graphs import File
 from gguf_variants import GPT, LLAMA, PLAIN, VARIANTS
+from mixed_models import MIXED
 
 # float32 on one side, float64 on the other, logits of order 1; angles and frequencies are rounded to float32.
 TOLERANCE = 2e-5
 
 
 def _export(checkpoint: Path, output: Path, **options) -> dict:
-    return TARGETS["gguf"](str(checkpoint), output, **{"weights": "f32", "parity": False} | options)
+    return export_package("gguf", str(checkpoint), output, **{"weights": "f32", "parity": False} | options)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +63,7 @@ def test_a_file_computes_what_the_checkpoint_does(written, name):
     expected = _eager(checkpoint, ids)
     error = np.abs(file.logits(ids.tolist()) - expected)
     assert expected.std() > 0.5
-    if config.mlp in ("gelu", "geglu"):  # which llama.cpp has in the tanh form only
+    if config.only.mlp in ("gelu", "geglu"):  # which llama.cpp has in the tanh form only
         assert TOLERANCE < error.max() < 0.01 * expected.std()
     else:
         assert error.max() < TOLERANCE
@@ -123,7 +127,7 @@ def _again(checkpoint: Path, weights: str) -> Path:
 
 
 def test_half_precision_rounds_matrices_and_nothing_else(written):
-    checkpoint, output, _ = written(replace(GPT, attention_bias=True, mlp_bias=True), "f16")
+    checkpoint, output, _ = written(changed(GPT, biases=biases(True, True)), "f16")
     file, exact = File.read(output / "model.gguf"), File.read(_again(checkpoint, "f32"))
     for name, tensor in exact.tensors.items():
         wanted = tensor.astype(np.float16) if tensor.ndim > 1 else tensor
@@ -132,13 +136,13 @@ def test_half_precision_rounds_matrices_and_nothing_else(written):
 
 def test_the_small_part_of_a_residual_query_survives_four_bits(written):
     """Beside ones on the diagonal, 4 bits would leave of most rows nothing else."""
-    _, output, _ = written(replace(LLAMA, query="residual"), "q4_0")
+    _, output, _ = written(changed(LLAMA, query="residual"), "q4_0")
     file = File.read(output / "model.gguf")
     assert file.types["blk.0.attn_q.weight"] == "F16" and file.types["blk.0.attn_k.weight"] == "Q4_0"
 
 
 def test_rows_that_are_no_whole_blocks_stay_float(written):
-    _, output, _ = written(replace(LLAMA, mlp_width=72), "q4_0")
+    _, output, _ = written(changed(LLAMA, mlp_width=72), "q4_0")
     types = File.read(output / "model.gguf").types
     assert types["blk.0.ffn_down.weight"] == "F32" and types["blk.0.ffn_up.weight"] == "Q4_0"
 
@@ -175,28 +179,28 @@ def test_every_weight_type_has_its_name_of_the_other_targets():
 
 
 @pytest.mark.parametrize("weights", ["f32", "f16", "q8_0", "q4_0"])
-@pytest.mark.parametrize("config", [LLAMA, GPT, replace(LLAMA, query="identity")], ids=["llama", "mpt", "identity"])
+@pytest.mark.parametrize("config", [LLAMA, GPT, changed(LLAMA, query="identity")], ids=["llama", "mpt", "identity"])
 def test_sizes_are_known_before_the_export(written, config, weights):
-    config = replace(config, width=256, heads=4, head_dim=64, mlp_width=512, max_positions=512, vocab_size=1024)
+    config = changed(config, width=256, heads=4, head_dim=64, mlp_width=512, max_positions=512, vocab_size=1024)
     _, output, _ = written(config, weights)
-    planned = plan_model(config, weights, target="gguf")
+    planned = estimate(config, weights, target="gguf")
     assert planned.weight_bytes == pytest.approx((output / "model.gguf").stat().st_size, rel=0.003)
-    assert planned.caches == 2
+    assert planned.description.count("\nrows separate\n") == 1
 
 
 # ---- what a package says ----
 
 
 def test_a_package_describes_itself(written, bytes_tokenizer):
-    config = replace(LLAMA, kv_heads=2, vocab_size=270)
+    config = changed(LLAMA, kv_heads=2, vocab_size=270)
     _, output, manifest = written(config, "q4_0", bytes_tokenizer, cache="fp16")
     opened = package.Package.open(output)
     assert opened.target == "gguf" and opened.config == config and opened.manifest == manifest
     assert set(manifest["files"]) == {"model.gguf", "tokenizer.json"} and manifest["parity"] is None
     file = File.read(output / "model.gguf")
     facts = {name.removeprefix("edge_qkv."): v for name, v in file.metadata.items() if name.startswith("edge_qkv.")}
-    assert facts["kv_heads"] == "2" and facts["positions"] == "rotary-on-read" and facts["cache_type"] == "fp16"
-    assert facts["weights"] == "q4_0"
+    assert facts.keys() == {"description", "weights", "created_by"} and facts["weights"] == "q4_0"
+    assert facts["description"].startswith("format 3\n") and "\nkv_heads 2\n" in facts["description"]
     assert file.metadata["tokenizer.ggml.merges"] == ["[none] [none]"]  # of bytes alone; llama.cpp wants some
     llama = {
         "vocab_size": 270,
@@ -220,7 +224,7 @@ def test_a_package_describes_itself(written, bytes_tokenizer):
 def test_the_cache_is_said_to_cost_what_llama_cpp_takes(written, config, rows):
     """A K and a V, of the same projection, unless llama.cpp keeps one row: twice what the model needs."""
     _, output, manifest = written(config)
-    assert manifest["cache_bytes_per_token"] == 2 * rows * config.head_dim * 2
+    assert manifest["cache_bytes_per_token"] == 2 * rows * config.only.head_dim * 2
     facts = inspect(str(output))
     assert facts["cache_bytes_per_token"] == {"fp32": 2 * rows * 16 * 4, "fp16": 2 * rows * 16 * 2}
     assert facts["cache_bytes"][0]["fp16"] == 1024 * manifest["cache_bytes_per_token"]
@@ -249,7 +253,7 @@ def test_the_bundled_tokenizer_is_written_whole(written, bundled_checkpoint):
 
     content = json.loads((bundled_checkpoint / "tokenizer.json").read_text())
     tokenizer = Tokenizer.from_str(json.dumps(content))
-    _, output, _ = written(replace(LLAMA, vocab_size=4100), tokenizer=tokenizer)
+    _, output, _ = written(changed(LLAMA, vocab_size=4100), tokenizer=tokenizer)
     found = File.read(output / "model.gguf").metadata
     assert (found["tokenizer.ggml.model"], found["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
     tokens, types = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"]
@@ -319,7 +323,7 @@ def test_what_llama_cpps_tokenizer_has_not_is_named(tmp_path, bytes_tokenizer, c
         ({"positions": "learned"}, "no architecture with rmsnorm, swiglu and positions learned together"),
         ({"mlp": "gelu"}, "no architecture with rmsnorm, gelu and positions rotary-on-read together"),
         ({"norm_bias": True}, r"no norm bias in its architecture .* \(llama\)"),
-        ({"mlp": "geglu", "mlp_bias": True}, r"no mlp bias in its architecture .* \(gemma\)"),
+        ({"mlp": "geglu", "biases": biases(False, True)}, r"no mlp bias in its architecture .* \(gemma\)"),
         ({"mlp": "geglu", "tied_head": False}, r"no head of its own .* \(gemma\)"),
         ({"norm": "layernorm", "mlp": "geglu"}, "no architecture with layernorm, geglu "),
         ({"norm": "layernorm", "head_dim": 20}, r"no width other than heads \* head_dim \(80\) .* \(stablelm\)"),
@@ -327,14 +331,22 @@ def test_what_llama_cpps_tokenizer_has_not_is_named(tmp_path, bytes_tokenizer, c
     ],
 )
 def test_a_model_that_llama_cpp_has_not_is_refused_before_any_work(tmp_path, monkeypatch, fields, words):
-    checkpoint = gguf_variants.write(tmp_path / "checkpoint", replace(LLAMA, **fields))
+    checkpoint = gguf_variants.write(tmp_path / "checkpoint", changed(LLAMA, **fields))
     monkeypatch.setattr("edge_qkv.export.gguf.exporter.write_package", None)
     with pytest.raises(InputError, match=rf"^--target gguf: llama\.cpp has {words}.*; export to onnx or executorch$"):
         _export(checkpoint, tmp_path / "package")
 
 
+@pytest.mark.parametrize("name", MIXED)
+def test_layers_that_its_graphs_have_not_are_refused_by_name(tmp_path, name):
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", MIXED[name])
+    with pytest.raises(InputError, match=r"^--target gguf: there is no .* export to onnx or executorch$"):
+        _export(checkpoint, tmp_path / "package")
+    assert not (tmp_path / "package").exists()
+
+
 def test_a_window_that_hides_nothing_is_no_window(written):
-    _, output, _ = written(replace(LLAMA, window=LLAMA.max_positions))
+    _, output, _ = written(changed(LLAMA, window=LLAMA.max_positions))
     assert File.read(output / "model.gguf").architecture == "llama"
 
 
@@ -343,8 +355,8 @@ def test_a_window_that_hides_nothing_is_no_window(written):
     [
         ({"weights": "int3"}, "--weights int3: must be one of f32, f16, q8_0, q4_0, q4_k for the target gguf"),
         ({"weights": "q4_0", "block_size": 32}, "--block-size 32: q4_0 weights take none"),
-        ({"cache": "int8"}, "--cache int8: a gguf package has fp32 or fp16"),
-        ({"prefill_chunk": 64}, "--prefill-chunk 64: a GGUF model takes any number of tokens"),
+        ({"cache": "int8"}, "--cache int8: must be one of fp32, fp16 for the target gguf"),
+        ({"prefill_chunk": 64}, "--prefill-chunk 64: a package for gguf takes any number of tokens"),
         ({"tokenizer": Path("no-such-tokenizer.json")}, r"no-such-tokenizer\.json"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,41 +17,64 @@ from edge_qkv import files, package
 from edge_qkv.attention import quantize_rows
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.config import ModelConfig
+from edge_qkv.description import DESCRIPTION, FINGERPRINT
 from edge_qkv.errors import InputError
-from edge_qkv.export import TARGETS
+from edge_qkv.estimate import estimate
+from edge_qkv.export import export_package
 from edge_qkv.export.onnx import stock as onnx_stock
 from edge_qkv.export.onnx.exporter import export_onnx
-from edge_qkv.export.onnx.function import OUTPUTS
+from edge_qkv.export.onnx.function import OUTPUTS, op_types, seen_alike
 from edge_qkv.export.operator import INPUTS
 from edge_qkv.export.quantize import dequantize, quantize
+from edge_qkv.layer import LayerSpec, biases
 from edge_qkv.model import Decoder
+from mixed_models import MIXED
 
 CHUNK, CAPACITY = 10, 24
 LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)
 
-BASE = ModelConfig(vocab_size=131, max_positions=40, layers=2, width=48, heads=4, head_dim=12, kv_heads=4, mlp_width=56)
-# Between them: the eight sharings, query modes, positions (whole and partial rotation), MLPs, norms, biases, heads.
-CASES: dict[str, ModelConfig] = {
-    "QKV": replace(BASE, norm_bias=True, attention_bias=True, mlp_bias=True),
-    "Q=K-V": replace(
-        BASE, sharing="q=k-v", positions="rotary-conjugate", norm="rmsnorm", mlp="swiglu", tied_head=False
+_BASE = dict(
+    vocab_size=131,
+    max_positions=40,
+    positions="learned",
+    layers=2,
+    width=48,
+    heads=4,
+    head_dim=12,
+    kv_heads=4,
+    mlp_width=56,
+)
+# Fields that differ from those. Between them: the eight sharings, query modes, positions (whole and partial rotation),
+# MLPs, norms, biases, heads.
+CASES: dict[str, dict] = {
+    "QKV": dict(norm_bias=True, biases=biases(attention=True, mlp=True)),
+    "Q=K-V": dict(sharing="q=k-v", positions="rotary-conjugate", norm="rmsnorm", mlp="swiglu", tied_head=False),
+    "Q-K=V": dict(
+        sharing="q-k=v",
+        positions="rotary-conjugate",
+        norm="rmsnorm",
+        norm_bias=True,
+        mlp="geglu",
+        biases=biases(attention=False, mlp=True),
     ),
-    "Q-K=V": replace(
-        BASE, sharing="q-k=v", positions="rotary-conjugate", norm="rmsnorm", norm_bias=True, mlp="geglu", mlp_bias=True
+    "Q=K=V": dict(sharing="q=k=v", positions="rotary-on-read", mlp="gelu_tanh", tied_head=False),
+    "GQA": dict(kv_heads=2, positions="rotary-on-read", rotary_dim=6, query="residual", mlp="swiglu"),
+    "MQA": dict(kv_heads=1, positions="none", query="identity", attention_scale=0.2),
+    "Q-GQA": dict(sharing="q-k=v", kv_heads=2, positions="rotary-on-read", rotary_dim=8, query="residual_gelu"),
+    "Q-MQA": dict(
+        sharing="q-k=v", kv_heads=1, positions="rotary-conjugate", rotary_dim=6, norm="rmsnorm", mlp="swiglu"
     ),
-    "Q=K=V": replace(BASE, sharing="q=k=v", positions="rotary-on-read", mlp="gelu_tanh", tied_head=False),
-    "GQA": replace(BASE, kv_heads=2, positions="rotary-on-read", rotary_dim=6, query="residual", mlp="swiglu"),
-    "MQA": replace(BASE, kv_heads=1, positions="none", query="identity", attention_scale=0.2),
-    "Q-GQA": replace(
-        BASE, sharing="q-k=v", kv_heads=2, positions="rotary-on-read", rotary_dim=8, query="residual_gelu"
-    ),
-    "Q-MQA": replace(
-        BASE, sharing="q-k=v", kv_heads=1, positions="rotary-conjugate", rotary_dim=6, norm="rmsnorm", mlp="swiglu"
-    ),
-    "Q-MQA, head_dim 62": replace(
-        BASE, sharing="q-k=v", kv_heads=1, width=744, heads=12, head_dim=62, query="identity", norm_bias=True, layers=1
+    "Q-MQA, head_dim 62": dict(
+        sharing="q-k=v", kv_heads=1, width=744, heads=12, head_dim=62, query="identity", norm_bias=True, layers=1
     ),
 }
+
+
+def config_of(case: str, **changes) -> ModelConfig:
+    """A model of `CASES` with other fields, or one of `MIXED`."""
+    if case in MIXED:
+        return MIXED[case]
+    return ModelConfig.uniform(**_BASE | CASES[case] | changes)
 
 
 def random_checkpoint(config: ModelConfig, tokenizer: Path | None = None) -> Checkpoint:
@@ -90,7 +114,7 @@ def exported(tmp_path_factory):
     def export(case: str, **options) -> tuple[Checkpoint, Path]:
         key = (case, *sorted(options.items()))
         if key not in made:
-            checkpoint, path = random_checkpoint(CASES[case]), tmp_path_factory.mktemp("onnx") / "package"
+            checkpoint, path = random_checkpoint(config_of(case)), tmp_path_factory.mktemp("onnx") / "package"
             export_onnx(checkpoint, path, **{"run_parity": False, **options})
             made[key] = checkpoint, path
         return made[key]
@@ -170,7 +194,7 @@ def test_fp16_cache(exported, case):
 
 def test_fp16_cache_saturates(tmp_path):
     """A row beyond fp16's range becomes its largest number: an infinity would turn every later logit into NaN."""
-    checkpoint = random_checkpoint(CASES["Q-MQA"])
+    checkpoint = random_checkpoint(config_of("Q-MQA"))
     tensors = {name: load() for name, load in checkpoint.tensors.items()}
     tensors["layers.0.attention.key.weight"] = tensors["layers.0.attention.key.weight"] * 1e6
     checkpoint = of_tensors(checkpoint.config, tensors)
@@ -192,7 +216,7 @@ def test_int8_cache(case, window, sinks, tmp_path):
     What differs is a value within 1e-7 of the middle between two codes, which may be rounded to either: one of
     thousands of errors of its kind. They may make a fifth of what all rounding together makes, in the mean square.
     """
-    checkpoint = random_checkpoint(replace(CASES[case], window=window, sinks=sinks))
+    checkpoint = random_checkpoint(config_of(case, window=window, sinks=sinks))
     export_onnx(checkpoint, tmp_path / "package", weights="fp32", cache="int8", run_parity=False)
     tokens, decoder = some_tokens(checkpoint.config), checkpoint.load()
     expected, unrounded = eager(decoder, tokens, torch.int8), eager(decoder, tokens)
@@ -251,7 +275,7 @@ def test_rows_are_rounded_by_the_definition():
 )
 def test_windows(case, window, sinks, tmp_path):
     """The function against the eager decoder, and that against itself without the rows that it must not see."""
-    checkpoint = random_checkpoint(replace(CASES[case], window=window, sinks=sinks, layers=1))
+    checkpoint = random_checkpoint(config_of(case, window=window, sinks=sinks, layers=1))
     export_onnx(checkpoint, tmp_path / "package", weights="fp32", cache="fp32", run_parity=False)
     decoder, tokens = checkpoint.load(), some_tokens(checkpoint.config)
     expected = eager(decoder, tokens)
@@ -267,15 +291,16 @@ def test_windows(case, window, sinks, tmp_path):
 
 def test_export_options_set_the_window(tmp_path, tiny_checkpoint):
     options = dict(weights="fp32", cache="fp32", parity=False)
-    manifest = TARGETS["onnx"](str(tiny_checkpoint), tmp_path / "package", window=9, sinks=2, **options)
-    assert (manifest["config"]["window"], manifest["config"]["sinks"]) == (9, 2)
+    manifest = export_package("onnx", str(tiny_checkpoint), tmp_path / "package", window=9, sinks=2, **options)
+    kind = manifest["config"]["kinds"]["layer"]
+    assert (kind["window"], kind["sinks"]) == (9, 2)
     for wrong, message in (
-        ({"window": -3}, "^--window -3: .*from 0 to max_positions"),
+        ({"window": -3}, "^--window -3: .*must be in 0"),
         ({"window": 97}, "^--window 97: .*from 0 to max_positions"),
         ({"sinks": 4}, "^--sinks 4: .*needs a window"),
     ):
         with pytest.raises(InputError, match=message):
-            TARGETS["onnx"](str(tiny_checkpoint), tmp_path / "wrong", **wrong, **options)
+            export_package("onnx", str(tiny_checkpoint), tmp_path / "wrong", **wrong, **options)
     assert [p.name for p in tmp_path.iterdir()] == ["package"]
 
 
@@ -289,7 +314,7 @@ def rounded(checkpoint: Checkpoint, weights: str, block_size: int) -> Checkpoint
     for name, load in checkpoint.tensors.items():
         tensor = load()
         if tensor.dim() == 2:
-            bits = body if name.startswith("layers.") else 8
+            bits = body if name.startswith(("layers.", "layer_projection.")) else 8
             tensor = dequantize(quantize(tensor, bits, block_size))
         tensors[name] = tensor
     return of_tensors(checkpoint.config, tensors)
@@ -297,7 +322,7 @@ def rounded(checkpoint: Checkpoint, weights: str, block_size: int) -> Checkpoint
 
 QUANTIZED = [
     ("QKV", "int4", 32),  # learned positions, tied
-    ("Q=K-V", "int8", 16),  # untied
+    ("Q=K-V", "int8", 64),  # untied; 48 columns are less than a block
     ("Q-MQA", "int8", 32),
     ("Q-MQA, head_dim 62", "int4", 128),  # 744 is no multiple of a block
 ]
@@ -328,27 +353,47 @@ def test_int8_activations_cost_little(exported):
 # ---- the package ----
 
 
+_FACTS = dict(
+    format=3,
+    vocab_size=131,
+    max_positions=40,
+    width=48,
+    cache="fp16",
+    learned_positions=0,
+    weight_bits=32,
+    block_size=0,
+    prefill_chunk=0,
+    cache_rows=0,
+    operator=2,
+)
+_KIND = """kind layer
+heads 4
+kv_heads 2
+head_dim 12
+value_dim 12
+rows separate
+window 0
+sinks 0
+positions rotary-on-read
+rotary_offset 0
+frequencies 1.0 0.046415888336127795 0.0021544346900318843
+mlp_width 56
+mlp_matrices 3
+pattern layer layer
+"""
+
+
 def test_the_file_describes_itself(exported):
     _, path = exported("GQA", weights="fp32", cache="fp16")
     model = onnx.load(path / "model.onnx", load_external_data=False)
     onnx.checker.check_model(str(path / "model.onnx"))
     metadata = {p.key: p.value for p in model.metadata_props}
-    assert (
-        metadata
-        | {
-            "edge_qkv.format": "2",
-            "edge_qkv.vocab_size": "131",
-            "edge_qkv.layers": "2",
-            "edge_qkv.kv_heads": "2",
-            "edge_qkv.head_dim": "12",
-            "edge_qkv.caches": "2",
-            "edge_qkv.max_positions": "40",
-            "edge_qkv.cache_type": "fp16",
-            "edge_qkv.window": "0",
-            "edge_qkv.sinks": "0",
-        }
-        == metadata
-    )
+    assert set(metadata) == {DESCRIPTION, FINGERPRINT} and re.fullmatch("[0-9a-f]{64}", metadata[FINGERPRINT])
+    of_all, of_kind = metadata[DESCRIPTION].split("kind ", 1)
+    assert f"kind {of_kind}" == _KIND
+    facts = dict(line.split(" ") for line in of_all.splitlines())
+    assert int(facts.pop("matrix_bytes")) > int(facts.pop("table_bytes")) > 0  # exactly: see below
+    assert facts == {name: str(value) for name, value in _FACTS.items()}
     caches = [f"{kind}.{layer}" for layer in (0, 1) for kind in ("key", "value")]
     assert [i.name for i in model.graph.input] == ["input_ids", "past", "logit_rows", *caches]
     outs = [c.replace(".", "_out.") for c in caches]
@@ -359,13 +404,13 @@ def test_the_file_describes_itself(exported):
     assert shapes["logit_rows"] == ["R"]
     assert shapes["logits"] == [1, "R", 131]
     assert all(shapes[name] == [1, 2, "C", 12] for name in caches + outs)
-    assert {o.domain: o.version for o in model.opset_import}["edge_qkv"] == 1
+    assert {o.domain: o.version for o in model.opset_import}["edge_qkv"] == 2
     nodes = [n for n in model.graph.node if n.domain == "edge_qkv"]
     assert [n.op_type for n in nodes] == ["UnifiedKVAttention"] * 2
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in nodes[0].attribute}
     assert attributes.pop("scale") == pytest.approx(12**-0.5)
-    rotary = {"rotary": b"on_read", "rotary_dim": 6}
-    assert attributes == {"num_heads": 4, "kv_heads": 2, "window": 0, "sinks": 0, **rotary}
+    rotary = {"rotary": b"on_read", "rotary_dim": 6, "rotary_offset": 0}
+    assert attributes == {"num_heads": 4, "kv_heads": 2, "value_dim": 12, "window": 0, "sinks": 0, **rotary}
     assert list(nodes[1].input[2:6]) == ["key.1", "past", "cos", "sin"]
     assert nodes[1].input[7] == "value.1"
     assert list(nodes[1].output[1:]) == ["key_out.1", "value_out.1"]
@@ -376,7 +421,7 @@ def test_an_int8_file_describes_itself(exported, case, kinds, absent):
     _, path = exported(case, weights="fp32", cache="int8")
     model = onnx.load(path / "model.onnx", load_external_data=False)
     onnx.checker.check_model(str(path / "model.onnx"))
-    assert {p.key: p.value for p in model.metadata_props}["edge_qkv.cache_type"] == "int8"
+    assert "\ncache int8\n" in {p.key: p.value for p in model.metadata_props}[DESCRIPTION]
     manifest = json.loads((path / "edge_qkv.json").read_text())
     assert manifest["cache_bytes_per_token"] == 2 * len(kinds) * (12 + 2)
     names = [f"{kind}{scale}.{layer}" for layer in (0, 1) for scale in ("", "_scale") for kind in kinds]
@@ -431,8 +476,80 @@ def test_data_is_aligned_to_pages(exported):
     assert all(int(e["offset"]) % 4096 == 0 for e in _external(path).values())
 
 
+# ---- what a plan says of an export that was not made ----
+
+
+def _grown(case: str) -> ModelConfig:
+    """A model in which the weights are most of the file."""
+    if case in CASES:
+        return config_of(case, vocab_size=4096, layers=3, width=384, mlp_width=1024)
+    kinds = {name: replace(spec, mlp_width=1024) for name, spec in MIXED[case].kinds.items()}
+    return replace(MIXED[case], kinds=kinds, width=384, vocab_size=4096)
+
+
+@pytest.mark.parametrize(
+    "case, weights, block, cache",
+    [
+        ("QKV", "int8", None, "fp16"),
+        ("Q=K-V", "int4", 32, "int8"),
+        ("Q-MQA", "fp32", None, "fp32"),
+        *((case, weights, None, "fp16") for case, weights in zip(MIXED, ("int4", "fp32", "int8") * 2, strict=True)),
+    ],
+)
+def test_an_estimate_is_what_an_export_writes(tmp_path, case, weights, block, cache):
+    config, output = _grown(case), tmp_path / "package"
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    options = dict(weights=weights, block_size=block, cache=cache)
+    export_package("onnx", f"random:{tmp_path / 'config.json'}", output, parity=False, **options)
+    estimated, written = estimate(config, **options), package.Package.open(output).weight_bytes
+    assert estimated.weight_bytes == pytest.approx(written, rel=0.005)
+    lines = estimated.description.splitlines()  # with the number of bytes that a file has anyway
+    assert [line for line in lines if not line.startswith("weight_bytes ")] == _description(output).splitlines()
+    opened = package.Package.open(output)
+    assert opened.config == config and opened.cache_bytes_per_token == config.cache_bytes_per_token(cache)
+
+
+# ---- layers that differ ----
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_kinds_that_the_operator_sees_alike_share_a_function(exported, case):
+    config, (_, path) = MIXED[case], exported(case, weights="fp32", cache="fp32")
+    model = onnx.load(path / "model.onnx", load_external_data=False)
+    onnx.checker.check_model(str(path / "model.onnx"))
+    nodes = [node for node in model.graph.node if node.domain == "edge_qkv"]
+    functions = {name: seen_alike(spec) for name, spec in op_types(config).values()}
+    assert [functions[node.op_type] for node in nodes] == [seen_alike(spec) for spec in config.layers]
+    assert {f.name for f in model.functions} == {node.op_type for node in nodes} == set(functions)
+    assert len(set(functions.values())) == len(functions) and next(iter(functions)) == "UnifiedKVAttention"
+    caches = [tensor.name for tensor in config.cache_tensors("fp32")]
+    assert [i.name for i in model.graph.input] == ["input_ids", "past", "logit_rows", *caches]
+    for i, node in enumerate(nodes):
+        given = dict(zip(INPUTS, node.input, strict=False))
+        source = config.rows_from[i]
+        kind = "kv" if config.layers[i].unified else "key"
+        assert given["cache"] == f"{kind}.{i}" if source == i else f"{kind}_out.{source}"
+        assert bool(given["kv"]) == (source == i) == (len(node.output) > 1)
+
+
+def test_more_kinds_of_attention_than_the_library_has_names_for_are_refused(tmp_path):
+    spec = LayerSpec(heads=2, head_dim=4, kv_heads=2, mlp_width=8)
+    kinds = {f"kind{i}": replace(spec, window=i + 1) for i in range(17)}
+    config = ModelConfig(vocab_size=9, max_positions=20, width=8, kinds=kinds, pattern=tuple(kinds))
+    with pytest.raises(InputError, match="17 kinds of attention; an ONNX package has at most 16"):
+        export_onnx(Checkpoint(config, {}, "test", None, None), tmp_path / "package")
+
+
+def _description(path: Path) -> str:
+    model = onnx.load(path / "model.onnx", load_external_data=False)
+    return {p.key: p.value for p in model.metadata_props}[DESCRIPTION]
+
+
+# ---- the package ----
+
+
 def test_the_manifest(tmp_path, bytes_tokenizer):
-    config = replace(CASES["Q-MQA"], vocab_size=260)
+    config = config_of("Q-MQA", vocab_size=260)
     tokenizer = tmp_path / "tokenizer.json"
     bytes_tokenizer.save(str(tokenizer))
     checkpoint = random_checkpoint(config, tokenizer)
@@ -484,7 +601,7 @@ def _failing(config: ModelConfig, after: int) -> Checkpoint:
 
 def test_a_failed_export_leaves_nothing_behind(tmp_path):
     with pytest.raises(InputError, match="cannot be read"):
-        export_onnx(_failing(CASES["Q-MQA"], 7), tmp_path / "package", weights="fp32")
+        export_onnx(_failing(config_of("Q-MQA"), 7), tmp_path / "package", weights="fp32")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -493,7 +610,7 @@ def test_a_failed_export_keeps_the_old_package(tmp_path):
     old.mkdir()
     (old / "edge_qkv.json").write_text('{"files": {}}')
     with pytest.raises(InputError, match="cannot be read"):
-        export_onnx(_failing(CASES["Q-MQA"], 7), old, weights="fp32")
+        export_onnx(_failing(config_of("Q-MQA"), 7), old, weights="fp32")
     assert [p.name for p in tmp_path.iterdir()] == ["package"]
     assert (old / "edge_qkv.json").read_text() == '{"files": {}}'
 
@@ -504,12 +621,12 @@ def test_a_failed_export_keeps_the_old_package(tmp_path):
         ({"weights": "int3"}, "--weights int3"),
         ({"cache": "int4"}, "--cache int4"),
         ({"block_size": 33}, "--block-size 33"),
-        ({"weights": "fp32", "block_size": 32}, "--block-size applies"),
+        ({"weights": "fp32", "block_size": 32}, "--block-size 32: fp32 weights take none"),
         ({"tokenizer": Path("no-such-tokenizer.json")}, "no-such-tokenizer.json"),
     ],
 )
 def test_wrong_options_are_named_before_any_work(tmp_path, options, message):
-    config = CASES["Q-MQA"]
+    config = config_of("Q-MQA")
     unread = Checkpoint(config, {}, "test", None, None)  # any look into it would be a KeyError
     with pytest.raises(InputError, match=message):
         export_onnx(unread, tmp_path / "package", **options)
@@ -517,7 +634,7 @@ def test_wrong_options_are_named_before_any_work(tmp_path, options, message):
 
 
 def test_nan_weights_are_named(tmp_path):
-    sound = random_checkpoint(CASES["Q-MQA"])
+    sound = random_checkpoint(config_of("Q-MQA"))
     tensors = {name: load().clone() for name, load in sound.tensors.items()}
     tensors["layers.1.mlp.down.weight"][3, 4] = np.nan
     with pytest.raises(InputError, match=r"layers\.1\.mlp\.down\.weight.*not finite"):

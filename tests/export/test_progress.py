@@ -44,7 +44,7 @@ def test_an_interrupt_is_not_lost_where_a_library_is_imported(monkeypatch, tmp_p
 
     monkeypatch.setattr(export.importlib, "import_module", import_module)
     with pytest.raises(KeyboardInterrupt):
-        export.TARGETS["onnx"]("absent", tmp_path / "package")
+        export.export_package("onnx", "absent", tmp_path / "package")
 
 
 def test_other_errors_pass():

@@ -21,23 +21,23 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from conftest import TINY, hears_ctrl_c, write_checkpoint
+from conftest import TINY, changed, hears_ctrl_c, write_checkpoint
 from eager import expect, walk_session
 from edge_qkv import Cancelled, ContextFull, EdgeQKVError, InputError, Model, Sampling, Session, plan
 from edge_qkv.engines import llama_cpp as engine
 
-PLAIN = replace(TINY, positions="rotary-on-read")  # llama.cpp has no rotation that is undone on the output
+PLAIN = changed(TINY, positions="rotary-on-read")  # llama.cpp has no rotation that is undone on the output
 CAPACITY, CHUNK = PLAIN.max_positions, 16
 LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)
 CASES = {
     "fp32": (PLAIN, "fp32"),
     "fp16": (PLAIN, "fp16"),
-    "one row, fp32": (replace(TINY, positions="none"), "fp32"),
-    "one row, fp16": (replace(TINY, positions="none"), "fp16"),
-    "separate V, fp32": (replace(PLAIN, sharing="qkv", kv_heads=2), "fp32"),
-    "separate V, fp16": (replace(PLAIN, sharing="qkv", kv_heads=2), "fp16"),
+    "one row, fp32": (changed(TINY, positions="none"), "fp32"),
+    "one row, fp16": (changed(TINY, positions="none"), "fp16"),
+    "separate V, fp32": (changed(PLAIN, sharing="qkv", kv_heads=2), "fp32"),
+    "separate V, fp16": (changed(PLAIN, sharing="qkv", kv_heads=2), "fp16"),
 }
-LONG = replace(PLAIN, layers=8, width=128, head_dim=32, mlp_width=512, max_positions=4096)
+LONG = changed(PLAIN, layers=8, width=128, head_dim=32, mlp_width=512, max_positions=4096)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -300,7 +300,7 @@ def test_memory_is_what_llama_cpp_allocates(case, monkeypatch):
 
 
 def test_what_is_closed_is_given_back(random_package, ids):
-    wide = replace(LONG, max_positions=65536)
+    wide = changed(LONG, max_positions=65536)
     package = random_package("gguf", wide, "fp16", weights="f32")[1]
 
     def anonymous() -> int:
@@ -461,13 +461,13 @@ def test_a_signal_handler_may_close_a_session_that_is_in_a_call(tiny, ids, alarm
 
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory, bundled_checkpoint) -> Path:
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
 
     folder = tmp_path_factory.mktemp("talking")
     tokenizer = Tokenizer.from_file(str(bundled_checkpoint / "tokenizer.json"))
-    config = replace(PLAIN, vocab_size=tokenizer.get_vocab_size())
+    config = changed(PLAIN, vocab_size=tokenizer.get_vocab_size())
     checkpoint = write_checkpoint(folder / "checkpoint", config, tokenizer)
-    TARGETS["gguf"](str(checkpoint), folder / "package", weights="f32", cache="fp32", parity=False)
+    export_package("gguf", str(checkpoint), folder / "package", weights="f32", cache="fp32", parity=False)
     return folder / "package"
 
 

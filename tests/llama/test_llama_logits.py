@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,9 @@ import pytest
 import torch
 
 import gguf_variants
+from conftest import changed
 from edge_qkv.checkpoints import read_checkpoint
-from edge_qkv.export import TARGETS
+from edge_qkv.export import export_package
 from gguf_graphs import File, gelu_from_table
 from gguf_variants import LLAMA, PLAIN, VARIANTS
 from llama_file import opened
@@ -37,7 +37,7 @@ def exported(tmp_path_factory):
         if config not in made:
             folder = tmp_path_factory.mktemp("llama")
             checkpoint = gguf_variants.write(folder / "checkpoint", config)
-            TARGETS["gguf"](str(checkpoint), folder / "package", weights="f32", cache="fp32", parity=False)
+            export_package("gguf", str(checkpoint), folder / "package", weights="f32", cache="fp32", parity=False)
             ids = torch.randint(0, config.vocab_size, (COUNT,), generator=torch.Generator().manual_seed(1))
             logits = read_checkpoint(str(checkpoint)).load()(ids[None])[0][0].numpy()
             made[config] = folder / "package" / "model.gguf", ids.tolist(), logits
@@ -58,7 +58,7 @@ def test_logits_are_those_of_the_eager_decoder(exported, name):
         model.score(ids[::-1])
         again = np.concatenate([model.score(ids[:50]), model.score(ids[20:], 20)[30:]])  # after a rewind to 20
     error, spread = np.abs(logits - expected).max(), expected.std()
-    if config.mlp == "swiglu":
+    if config.only.mlp == "swiglu":
         assert error < TOLERANCE
         tolerance = TOLERANCE
     else:
@@ -71,10 +71,10 @@ def test_logits_are_those_of_the_eager_decoder(exported, name):
     np.testing.assert_allclose(again, logits, rtol=0, atol=tolerance)
     form = np.abs(file.logits(ids) - expected).max()
     print(
-        f"{file.architecture:<10} {name:<40} {config.mlp:<10} logits of deviation {spread:.2f}, error {error:.1e}",
+        f"{file.architecture:<10} {name:<40} {config.only.mlp:<10} logits of deviation {spread:.2f}, error {error:.1e}",
         end="",
     )
-    print("" if config.mlp == "swiglu" else f", without the table {form:.1e}")
+    print("" if config.only.mlp == "swiglu" else f", without the table {form:.1e}")
 
 
 @pytest.mark.parametrize("config", [LLAMA, PLAIN], ids=["llama", "deepseek2"])
@@ -98,12 +98,12 @@ def test_the_cache_costs_what_the_package_says(exported, config, one_row):
     keys, values = (float(mib) for mib in re.findall(r"[KV] \(f16\): +([0-9.]+) MiB", line))
     manifest = File.read(path).metadata
     assert manifest["edge_qkv.kv_heads"] == "1"
-    row = config.layers * config.head_dim * 2 * tokens / 2**20
+    row = len(config.layers) * config.only.head_dim * 2 * tokens / 2**20
     assert (keys, values) == (row, 0.0 if one_row else row)
 
 
 def test_a_window_as_long_as_the_context_changes_nothing(exported):
-    path, ids, expected = exported(replace(LLAMA, window=LLAMA.max_positions))
+    path, ids, expected = exported(changed(LLAMA, window=LLAMA.max_positions))
     with opened(path) as model:
         np.testing.assert_allclose(model.score(ids), expected, atol=TOLERANCE)
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
+import bench_results
 import numpy as np
 import pytest
 
-from conftest import TINY
-from edge_qkv.bench import results
+from conftest import TINY, changed
 from edge_qkv.bench.__main__ import main
 from edge_qkv.bench.package import speed
-from edge_qkv.bench.package.random import random_package
+from edge_qkv.bench.package.random_weights import random_package
 from edge_qkv.bench.peers import command as peers
 from edge_qkv.bench.peers.engines import open_peer
 
-CONFIG = replace(TINY, heads=8, head_dim=16, width=128, mlp_width=64, max_positions=512, positions="learned")
-CONFIG = replace(CONFIG, norm="layernorm", norm_bias=True, mlp="gelu")
+CONFIG = changed(TINY, heads=8, head_dim=16, width=128, mlp_width=64, max_positions=512, positions="learned")
+CONFIG = changed(CONFIG, norm="layernorm", norm_bias=True, mlp="gelu")
 KINDS = "llama.cpp", "llama.cpp, no flash attention"
 
 
@@ -44,7 +43,7 @@ def test_llama_cpp_takes_its_turns(tmp_path, capsys, monkeypatch):
     path.write_text(json.dumps(CONFIG.to_dict()))
     options = ("--depths", "0", "400", "--prompts", "32", "--repeats", "2", "--threads", "1", "--output", str(tmp_path))
     assert main(["peers", str(path), *options, "--directory", str(tmp_path / "packages")]) == 0, capsys.readouterr().err
-    found = results.read(tmp_path, "peers")
+    found = bench_results.read(tmp_path, "peers")
     rows = {row["name"]: row for row in found["contestants"]}
     assert not [row for row in found["left_out"] if "llama" in row["name"]]
     heads = {"llama.cpp": 1, "llama.cpp, GQA-4": 4, "llama.cpp, multi-head": CONFIG.heads}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import gguf_variants
-from edge_qkv.export import TARGETS
+from conftest import changed
+from edge_qkv.export import export_package
 from edge_qkv.export.gguf import tokenizer as gguf_tokenizer
 from gguf_variants import LLAMA
 from llama_file import opened
@@ -75,8 +75,8 @@ def _tokenizer(kind: str, prose: str, bundled: Path) -> Tokenizer:
 
 def _file(folder: Path, tokenizer: Tokenizer) -> Path:
     vocab_size = max(tokenizer.get_vocab().values()) + 5  # some rows of the model have no token
-    checkpoint = gguf_variants.write(folder / "checkpoint", replace(LLAMA, vocab_size=vocab_size), tokenizer)
-    TARGETS["gguf"](str(checkpoint), folder / "package", weights="f16", parity=False)
+    checkpoint = gguf_variants.write(folder / "checkpoint", changed(LLAMA, vocab_size=vocab_size), tokenizer)
+    export_package("gguf", str(checkpoint), folder / "package", weights="f16", parity=False)
     return folder / "package" / "model.gguf"
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_qkv import package
 from edge_qkv.checkpoints import read_checkpoint
-from edge_qkv.export import TARGETS, parity
+from edge_qkv.export import export_package, parity
 from edge_qkv.recipe import Recipe
+from edge_qkv.tokenizer import load_tokenizer
 from edge_qkv.training import train
 from llama_file import opened
 
@@ -24,12 +24,12 @@ def trained(request, tmp_path_factory, bundled_checkpoint):
     options = dict(variant="Q-MQA", query="projected", positions=request.param) | SIZES
     report = train(bundled_checkpoint / "held-out.txt", output, RECIPE, options, 512, "fp32")
     assert report["held_out_perplexity"] < 250  # 512 when it has learnt nothing
-    tokenizer = package.load_tokenizer(output / "tokenizer.json", 512)
+    tokenizer = load_tokenizer(output / "tokenizer.json", 512)
     return output, tokenizer.encode((output / "held-out.txt").read_text()).ids[: 16 * CONTEXT]
 
 
 def test_the_parity_report_is_llama_cpps(trained, tmp_path):
-    report = TARGETS["gguf"](str(trained[0]), tmp_path / "package", weights="f32", cache="fp32")["parity"]
+    report = export_package("gguf", str(trained[0]), tmp_path / "package", weights="f32", cache="fp32")["parity"]
     assert (report["engine"], report["input"]) == ("llama.cpp", "text")
     assert report["max_logit_error"] < 1e-4 and report["top1_agreement"] > 0.999
 
@@ -38,7 +38,7 @@ def test_the_parity_report_is_llama_cpps(trained, tmp_path):
 @pytest.mark.parametrize(("weights", "most"), [("f16", 0.0005), ("q8_0", 0.003), ("q4_0", 0.05), ("q4_k", 0.05)])
 def test_perplexity(trained, tmp_path, weights, most):
     checkpoint, tokens = trained
-    manifest = TARGETS["gguf"](str(checkpoint), tmp_path / "package", weights=weights, parity=False)
+    manifest = export_package("gguf", str(checkpoint), tmp_path / "package", weights=weights, parity=False)
     windows = [tokens[i : i + CONTEXT] for i in range(0, len(tokens), CONTEXT)]
     decoder = read_checkpoint(str(checkpoint)).load()
     expected = np.concatenate([parity.score_eagerly(decoder, window) for window in windows])

@@ -20,7 +20,8 @@ constexpr uint64_t kStructures = 500 * kKB, kStructuresPerLayer = 20 * kKB,
 // the program's parts, the rest inside of one), and in the MLP those of all matrices but the last, and a
 // copy in int8 of what that reads; or, where that is more, 2.5 times the width of all heads. Fits 85.7
 // KB a token at 1.2B and 10.7 KB of the bundled model within 7 %.
-constexpr uint64_t kWidths = 5, kQuartersOfMlp = 1, kHalvesOfHeads = 5;
+constexpr uint64_t kWidths = 5;
+constexpr int64_t kQuartersOfMlp = 1, kHalvesOfHeads = 5;
 constexpr uint64_t kMargin = 5 * kMB, kMarginShare = 50;
 // XNNPACK's packing puts a sum and a bias beside the scale of a row.
 constexpr uint64_t kPackedBytesPerRow = 8, kPaddingShare = 16;
@@ -30,44 +31,66 @@ constexpr uint64_t kPackedBytesPerRow = 8, kPaddingShare = 16;
 constexpr uint64_t kGroupScaleBytes = 2, kRowScaleBytes = 4, kTableGroup = 32, kTableScaleBytes = 4;
 constexpr int kInt4Bits = 4, kDefaultBlock = 64;
 
+bool quantised(const Description& m) { return m.weight_bits < 16; }
+
+// Matrices of a layer of this kind that give rows to the cache, and the values they give to a token.
+int64_t row_matrices(const LayerKind& kind) {
+  return kind.rows == Rows::kOther ? 0 : kind.rows == Rows::kUnified ? 1 : 2;
+}
+int64_t row_values(const LayerKind& kind) {
+  return (row_matrices(kind) > 0 ? kind.kv_heads * kind.head_dim : 0) +
+         (row_matrices(kind) > 1 ? kind.kv_heads * kind.value_dim : 0);
+}
+
 // Of all matrices: the head's and, of a layer, query, keys (and values), output and those of the MLP.
-uint64_t matrix_rows(const PlanModel& m) {
-  const int64_t attention = (m.heads + m.cache.caches * m.cache.kv_heads) * m.cache.head_dim + m.width;
-  const int64_t mlp = (m.mlp_matrices - 1) * m.mlp_width + m.width;
-  return static_cast<uint64_t>(m.vocab_size + m.cache.layers * (attention + mlp));
+uint64_t matrix_rows(const Description& m) {
+  int64_t rows = m.vocab_size;
+  for (size_t i = 0; i < m.pattern.size(); ++i) {
+    const LayerKind& kind = m.layer(i);
+    rows += kind.heads * kind.head_dim + row_values(kind) + m.width;
+    rows += (kind.mlp_matrices - 1) * kind.mlp_width + m.width;
+  }
+  return static_cast<uint64_t>(rows);
 }
 
 // The matrices as the kernels read them.
-uint64_t repacked_bytes(const PlanModel& m) {
-  return m.matrix_bytes + (m.weight_bits == 32 ? 0 : kPackedBytesPerRow * matrix_rows(m));
+uint64_t repacked_bytes(const Description& m) {
+  return m.matrix_bytes + (quantised(m) ? kPackedBytesPerRow * matrix_rows(m) : 0);
 }
 
-EngineCosts costs(const PlanModel& m, const PlanOptions& options) {
+// Results of a token in a layer of this kind, in values beside those of the model's width.
+uint64_t values_in_layer(const LayerKind& kind) {
+  const int64_t in_mlp = (kind.mlp_matrices - 1) * kind.mlp_width + kind.mlp_width * kQuartersOfMlp / 4;
+  const int64_t in_attention = kind.heads * std::max(kind.head_dim, kind.value_dim) * kHalvesOfHeads / 2;
+  return static_cast<uint64_t>(std::max(in_mlp, in_attention));
+}
+
+EngineCosts costs(const Description& m, const PlanOptions& options) {
   const uint64_t repacked = repacked_bytes(m), tokens = static_cast<uint64_t>(options.prefill_chunk);
-  const uint64_t width = static_cast<uint64_t>(m.width), mlp = static_cast<uint64_t>(m.mlp_width);
-  const uint64_t in_mlp = static_cast<uint64_t>(m.mlp_matrices - 1) * mlp + mlp * kQuartersOfMlp / 4;
-  const uint64_t in_attention = static_cast<uint64_t>(m.heads * m.cache.head_dim) * kHalvesOfHeads / 2;
-  const uint64_t values = kWidths * width + std::max(in_mlp, in_attention);
+  uint64_t in_layer = 0;
+  for (const LayerKind& kind : m.kinds) in_layer = std::max(in_layer, values_in_layer(kind));
+  const uint64_t values = kWidths * static_cast<uint64_t>(m.width) + in_layer;
   EngineCosts costs;
   costs.weights_file = m.table_bytes + (options.packed ? repacked : 0);
   costs.weights_anonymous = options.packed ? 0 : repacked;
   costs.workspace = tokens * values * sizeof(float);
   costs.code = kCode;
-  costs.structures = kStructures + kStructuresPerLayer * static_cast<uint64_t>(m.cache.layers) +
+  costs.structures = kStructures + kStructuresPerLayer * static_cast<uint64_t>(m.layers()) +
                      kStructuresPerThread * static_cast<uint64_t>(options.threads);
   costs.margin = kMargin;
   costs.margin_share = kMarginShare;
   return costs;
 }
 
-uint64_t head_bytes(const PlanModel& m) {
+uint64_t head_bytes(const Description& m) {
   const uint64_t rows = static_cast<uint64_t>(m.vocab_size), width = static_cast<uint64_t>(m.width);
-  return m.weight_bits == 32 ? sizeof(float) * rows * width : rows * (width + kRowScaleBytes);
+  return quantised(m) ? rows * (width + kRowScaleBytes)
+                      : rows * width * static_cast<uint64_t>(m.weight_bits / 8);
 }
 
 // As `edge-qkv export --target executorch --weights 8da4w` would store it.
-PlanModel in_int4(const PlanModel& m) {
-  PlanModel changed = m;
+Description in_int4(const Description& m) {
+  Description changed = m;
   changed.weight_bits = kInt4Bits;
   changed.block_size = kDefaultBlock;
   const uint64_t group = static_cast<uint64_t>(changed.block_size);
@@ -77,8 +100,8 @@ PlanModel in_int4(const PlanModel& m) {
   changed.matrix_bytes =
       head_bytes(changed) + weights / group * (group * kInt4Bits / 8 + kGroupScaleBytes);
   const uint64_t table = static_cast<uint64_t>(m.vocab_size * m.width);
-  if (m.weight_bits == 32 && static_cast<uint64_t>(m.width) % kTableGroup == 0) {
-    changed.table_bytes -= std::min(sizeof(float) * table, m.table_bytes);
+  if (!quantised(m) && static_cast<uint64_t>(m.width) % kTableGroup == 0) {
+    changed.table_bytes -= std::min(static_cast<uint64_t>(m.weight_bits / 8) * table, m.table_bytes);
     changed.table_bytes += table / kTableGroup * (kTableGroup * kInt4Bits / 8 + kTableScaleBytes);
   }
   return changed;
@@ -88,12 +111,14 @@ PlanModel in_int4(const PlanModel& m) {
 
 const PlanEngine kPlanEngine = {costs, in_int4, true};
 
-uint64_t packed_file_bytes(const PlanModel& model) {
+uint64_t packed_file_bytes(const Description& model) {
   // Each matrix begins a page, after the padding of its rows. Where the disk fills up below a mapped
   // file, the process ends: more is asked for than is needed.
-  const PlanModel& m = model;
-  const int64_t matrices = m.cache.layers * (2 + m.cache.caches + m.mlp_matrices) + 1;
-  const uint64_t repacked = repacked_bytes(m), page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  int64_t matrices = 1;
+  for (size_t i = 0; i < model.pattern.size(); ++i) {
+    matrices += 2 + row_matrices(model.layer(i)) + model.layer(i).mlp_matrices;
+  }
+  const uint64_t repacked = repacked_bytes(model), page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   return repacked + repacked / kPaddingShare + 2 * page * static_cast<uint64_t>(matrices);
 }
 

@@ -8,6 +8,6 @@ namespace edge_qkv::et {
 extern const PlanEngine kPlanEngine;
 
 // Bytes on the disk of a model's packed weights.
-uint64_t packed_file_bytes(const PlanModel& model);
+uint64_t packed_file_bytes(const Description& model);
 
 }  // namespace edge_qkv::et

@@ -9,7 +9,6 @@
 #include "costs.h"
 #include "engines/packed.h"
 #include "library.h"
-#include "model_file.h"
 
 namespace edge_qkv::et {
 namespace {
@@ -17,17 +16,20 @@ namespace {
 // A program that the plugin has loaded. Throws Error.
 class Program {
  public:
-  Program(const Plugin& plugin, const std::string& path, const std::string& packed, PackedFile what,
-          int threads, const ModelInfo& info)
+  Program(const Plugin& plugin, const ModelInfo& info, const std::string& packed, PackedFile what,
+          int threads)
       : plugin_(plugin) {
-    const PluginRequest request = {path.c_str(),
+    const Description& model = info.description;
+    const PluginRequest request = {info.path.c_str(),
                                    packed.empty() ? nullptr : packed.c_str(),
                                    what,
                                    threads,
-                                   info.cache,
-                                   info.cache_rows,
-                                   info.vocab_size,
-                                   info.prefill_chunk};
+                                   info.layout.type,
+                                   info.layout.tensors.data(),
+                                   info.layout.tensors.size(),
+                                   model.cache_rows,
+                                   model.vocab_size,
+                                   model.prefill_chunk};
     PluginMessage message = {};
     check(plugin_.open(request, &model_, &message), message);
   }
@@ -72,11 +74,10 @@ class State : public EngineState {
 
 class Model : public EngineModel {
  public:
-  Model(const Plugin& plugin, const std::string& path, const std::string& packed, int threads,
-        const ModelInfo& info)
+  Model(const Plugin& plugin, const ModelInfo& info, const std::string& packed, int threads)
       : info_(info),
-        directories_{absolute_directory(path)},
-        program_(plugin, path, packed, PackedFile::kRead, threads, info) {
+        directories_{absolute_directory(info.path)},
+        program_(plugin, info, packed, PackedFile::kRead, threads) {
     if (!packed.empty()) directories_.push_back(absolute_directory(packed));
     info_.packed = program_.took_packed() && is_mapped(packed);
     release_heap();  // what loading allocated and freed is no memory of ours any more
@@ -103,16 +104,14 @@ PackedWeights packed_weights(const EngineOptions& options, const ModelInfo& info
 
 }  // namespace
 
-std::unique_ptr<EngineModel> open_pte(const std::string& path, const EngineOptions& options) {
-  const ModelInfo info = describe_pte(path).info;
+std::unique_ptr<EngineModel> load_pte(const ModelInfo& info, const EngineOptions& options) {
   const Plugin& plugin = open_plugin(options.library);
   const std::string packed =
       options.packed_weights.empty() ? "" : packed_weights(options, info, plugin).find();
-  return std::make_unique<Model>(plugin, path, packed, options.threads, info);
+  return std::make_unique<Model>(plugin, info, packed, options.threads);
 }
 
-void pack_pte(const std::string& path, const EngineOptions& options) {
-  const ModelDescription model = describe_pte(path);
+void pack_pte(const ModelInfo& info, const EngineOptions& options) {
   if (options.packed_weights.empty()) {
     throw Error(EQKV_INVALID_ARGUMENT, "packed_weights names no directory for the packed weights.");
   }
@@ -120,11 +119,11 @@ void pack_pte(const std::string& path, const EngineOptions& options) {
   // The thread of the caller is enough, as XNNPACK packs with no more, and the pool may have another
   // size.
   const auto load = [&](const std::string& file, PackedFile what) {
-    const Program program(plugin, path, file, what, 1, model.info);
+    const Program program(plugin, info, file, what, 1);
     return program.took_packed() && is_mapped(file);
   };
-  packed_weights(options, model.info, plugin)
-      .make(packed_file_bytes(model.plan), [&](const std::string& file) {
+  packed_weights(options, info, plugin)
+      .make(packed_file_bytes(info.description), [&](const std::string& file) {
         load(file, PackedFile::kWrite);
         if (!load(file, PackedFile::kRead)) {
           throw Error(EQKV_ENGINE_FAILED, "ExecuTorch does not map what it wrote.");
@@ -132,8 +131,7 @@ void pack_pte(const std::string& path, const EngineOptions& options) {
       });
 }
 
-bool is_packed(const std::string& path, const EngineOptions& options) {
-  const ModelInfo info = describe_pte(path).info;
+bool is_packed(const ModelInfo& info, const EngineOptions& options) {
   if (!PackedWeights::any(options.packed_weights, info)) return false;  // without opening a library
   return !packed_weights(options, info, open_plugin(options.library)).find().empty();
 }

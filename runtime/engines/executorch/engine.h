@@ -8,14 +8,14 @@
 
 namespace edge_qkv::et {
 
-// Opens the program at `path`. Throws Error.
-std::unique_ptr<EngineModel> open_pte(const std::string& path, const EngineOptions& options);
+// Loads the program that describe_pte has described. Throws Error.
+std::unique_ptr<EngineModel> load_pte(const ModelInfo& info, const EngineOptions& options);
 
-// Writes the weights of the program at `path` as XNNPACK keeps them into options.packed_weights, see
-// engines/packed.h. Throws Error.
-void pack_pte(const std::string& path, const EngineOptions& options);
+// Writes its weights as XNNPACK keeps them into options.packed_weights, see engines/packed.h. Throws
+// Error.
+void pack_pte(const ModelInfo& info, const EngineOptions& options);
 
 // Whether they are there.
-bool is_packed(const std::string& path, const EngineOptions& options);
+bool is_packed(const ModelInfo& info, const EngineOptions& options);
 
 }  // namespace edge_qkv::et

@@ -42,6 +42,7 @@ message(STATUS "Building the ExecuTorch engine for ExecuTorch ${EXECUTORCH_BUILD
 
 add_library(edge_qkv_executorch SHARED
   runtime/core/file.cpp
+  runtime/core/layout.cpp
   runtime/engines/operator.cpp
   runtime/engines/executorch/plugin/attention_op.cpp
   runtime/engines/executorch/plugin/log.cpp

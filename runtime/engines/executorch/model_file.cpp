@@ -1,23 +1,19 @@
 #include "model_file.h"
 
-#include "core/description.h"
+#include "core/error.h"
 #include "pte_file.h"
 
 namespace edge_qkv::et {
-namespace {
 
-constexpr int64_t kOperator = 1;
-
-}  // namespace
-
-ModelDescription describe_pte(const std::string& path) {
-  const PteFile file = read_pte_file(path);
-  const Metadata metadata(file.metadata, path);
-  ModelDescription model = describe(metadata, "executorch", file.bytes);
-  metadata.check_version("operator", kOperator);
-  model.info.cache_rows = metadata.number("cache_rows", int64_t{1} << 31, model.info.max_positions);
-  model.info.prefill_chunk = metadata.number("prefill_chunk", kMostChunk);
-  return model;
+ModelInfo describe_pte(const std::string& path) {
+  const ModelInfo info = model_info(read_pte_file(path), path, "executorch");
+  // A program has tensors of one size, and its inputs have a largest one.
+  if (info.description.cache_rows == 0 || info.description.prefill_chunk == 0) {
+    throw Error(EQKV_BAD_PACKAGE, path +
+                                      ": its description has no cache_rows or no prefill_chunk, which "
+                                      "a program fixes; export the model again.");
+  }
+  return info;
 }
 
 }  // namespace edge_qkv::et

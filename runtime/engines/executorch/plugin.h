@@ -9,12 +9,12 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/cache.h"
+#include "core/layout.h"
 
 namespace edge_qkv::et {
 
-// Grows with every change of this file or of CacheLayout.
-constexpr int kPluginInterface = 2;
+// Grows with every change of this file or of CacheTensor.
+constexpr int kPluginInterface = 3;
 constexpr const char* kPluginFunction = "eqkv_executorch_plugin";
 
 // Of every sentence that says why there is no engine.
@@ -39,7 +39,9 @@ struct PluginRequest {
   const char* packed;  // file of packed weights; null: none
   PackedFile packed_file;
   int threads;
-  CacheLayout cache;  // what the program must have
+  CacheType cache_type;
+  const CacheTensor* tensors;  // [tensor_count]: what the program must have
+  size_t tensor_count;
   int64_t cache_rows;
   int64_t vocab_size;
   int64_t prefill_chunk;
@@ -51,7 +53,7 @@ struct PluginCall {
   int64_t past;
   size_t logit_rows;              // R
   float* logits;                  // [R, vocab_size]
-  std::byte* const* caches;       // [layout.tensors()], with cache_rows rows each
+  std::byte* const* caches;       // [tensor_count], with cache_rows rows each
   const std::atomic<bool>* stop;  // once true, the call fails as soon as it can
 };
 

@@ -32,11 +32,10 @@ constexpr unsigned kText = 0;                          // of String
 constexpr uint8_t kString = 6;                         // of the types in EValue's union
 constexpr uint8_t kKernelCall = 1, kDelegateCall = 2;  // of those in Instruction's
 
-constexpr const char* kPrefix = "edge_qkv.";
 // Far above what an export writes; they bound the work that a file can ask for.
 constexpr uint32_t kMostMethods = 1 << 10;
 constexpr uint32_t kMostInstructions = 1 << 16, kMostOperators = 1 << 10;
-constexpr uint32_t kMostTextBytes = 1 << 12;
+constexpr uint32_t kMostNameBytes = 1 << 12;
 // What the signed offsets of a flatbuffer span.
 constexpr uint64_t kMostProgramBytes = (uint64_t{1} << 31) - 1;
 
@@ -116,10 +115,10 @@ class Reader {
     return {at + 4, count};
   }
 
-  std::string text(uint64_t table, unsigned place) const {
+  std::string text(uint64_t table, unsigned place, uint64_t most = kMostNameBytes) const {
     const uint64_t at = follow(field(table, place, 4));
     const uint32_t length = number<uint32_t>(at);
-    if (length > kMostTextBytes) refuse("a text is too long");
+    if (length > most) refuse("a text is too long");
     std::string out = bytes(at + 4, size_t{length} + 1);
     if (out.find('\0') != length) refuse("a text has no valid end");
     out.pop_back();
@@ -160,7 +159,7 @@ std::string returned_text(const Reader& program, uint64_t plan) {
   if (program.number<uint8_t>(program.field(value, kType, 1)) != kString) {
     program.refuse("a method of its metadata returns no text");
   }
-  return program.text(program.follow(program.field(value, kValue, 4)), kText);
+  return program.text(program.follow(program.field(value, kValue, 4)), kText, kMostMetadataBytes);
 }
 
 // What ExecuTorch does not check of `forward` at `plan`: each instruction calls a delegate or one of the
@@ -189,13 +188,13 @@ void check_instructions(const Reader& program, uint64_t plan) {
 
 }  // namespace
 
-PteFile read_pte_file(const std::string& path) {
+FileMetadata read_pte_file(const std::string& path) {
   struct stat status = {};
   const File file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!file || fstat(file.get(), &status) != 0) {
     throw Error(EQKV_BAD_PACKAGE, path + ": cannot be read (" + std::strerror(errno) + ").");
   }
-  PteFile found;
+  FileMetadata found;
   found.bytes = static_cast<uint64_t>(status.st_size);
   const Reader program(path, file, program_size(Reader(path, file, found.bytes), found.bytes));
   const Reader::Vector plans = program.vector(program.follow(0), kPlans);
@@ -206,9 +205,7 @@ PteFile read_pte_file(const std::string& path) {
     const std::string name = program.text(plan, kName);
     if (!names.insert(name).second) program.refuse("two of its methods have the same name");
     if (name == "forward") check_instructions(program, plan);
-    if (name.rfind(kPrefix, 0) == 0) {
-      found.metadata[name.substr(std::strlen(kPrefix))] = returned_text(program, plan);
-    }
+    if (is_metadata(name)) found.texts[name] = returned_text(program, plan);
   }
   if (names.count("forward") == 0) program.refuse("it has no method forward");
   return found;

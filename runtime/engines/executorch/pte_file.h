@@ -1,22 +1,16 @@
 // What an ExecuTorch program says of itself, read without ExecuTorch and without the weights.
 #pragma once
 
-#include <cstdint>
-#include <map>
 #include <string>
 
-namespace edge_qkv::et {
+#include "engines/metadata.h"
 
-struct PteFile {
-  std::map<std::string, std::string>
-      metadata;        // what the methods whose names begin with "edge_qkv." return, without that
-  uint64_t bytes = 0;  // of the file
-};
+namespace edge_qkv::et {
 
 // Reads the header of the file (a flatbuffer, Program of ExecuTorch's program.fbs), the names of its
 // methods, one of which is "forward", and the constant text that each of ours returns: with pread, piece
 // by piece, so that a file that shrinks meanwhile is refused as well. Nothing in it is trusted. Throws
 // Error with EQKV_BAD_PACKAGE.
-PteFile read_pte_file(const std::string& path);
+FileMetadata read_pte_file(const std::string& path);
 
 }  // namespace edge_qkv::et

@@ -6,11 +6,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "attention_node.h"
+#include "core/processors.h"
 #include "edge_qkv.h"
 
 namespace edge_qkv::ort {
@@ -222,6 +222,5 @@ extern "C" EQKV_API OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
         reinterpret_cast<OrtStatus* (*const*)(int, const char*)>(base->GetApi(1))[0];
     return create_status(kFail, "This ONNX Runtime is too old for edge-qkv; it needs 1.20 or newer.");
   }
-  const int threads = static_cast<int>(std::thread::hardware_concurrency());
-  return add_attention_op(table, options, threads > 0 ? threads : 1);
+  return add_attention_op(table, options, edge_qkv::processors());
 }

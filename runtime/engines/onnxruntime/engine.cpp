@@ -61,45 +61,39 @@ Handle<OrtSession> create_session(const Library& library, const std::string& pat
   });
 }
 
-std::unique_ptr<EngineModel> load(const Library& library, const std::string& path, int threads,
-                                  const ModelInfo& info) {
+std::unique_ptr<EngineModel> load(const Library& library, const ModelInfo& info, int threads) {
   const auto options = session_options(library, threads);
-  auto session = create_session(library, path, options.get(), EQKV_BAD_PACKAGE);
-  check_graph(library, session.get(), info, path);
+  auto session = create_session(library, info.path, options.get(), EQKV_BAD_PACKAGE);
+  check_graph(library, session.get(), info);
   release_heap();  // what loading allocated and freed is no memory of ours any more
   return std::make_unique<Model>(LoadedGraph{library, std::move(session), info, graph_names(info)},
-                                 absolute_directory(path));
+                                 absolute_directory(info.path));
 }
 
 }  // namespace
 
-std::unique_ptr<EngineModel> open_onnx(const std::string& path, const EngineOptions& options) {
-  const ModelInfo info = describe_onnx(path).info;
+std::unique_ptr<EngineModel> load_onnx(const ModelInfo& info, const EngineOptions& options) {
   const Library& library = Library::open(options.library);
   if (!options.packed_weights.empty()) {
     const std::string packed = packed_weights(options, info, library).find();
     try {
-      ModelInfo of_packed = packed.empty() ? ModelInfo{} : describe_onnx(packed).info;
-      if (of_packed.fingerprint == info.fingerprint) {
+      ModelInfo of_packed = packed.empty() ? ModelInfo{} : describe_onnx(packed);
+      if (of_packed.fingerprint == info.fingerprint && of_packed.text == info.text) {
         of_packed.packed = true;
-        return load(library, packed, options.threads, of_packed);
+        return load(library, of_packed, options.threads);
       }
     } catch (const Error&) {
       // Damaged although its sizes are right: the package itself is still there.
     }
   }
-  return load(library, path, options.threads, info);
+  return load(library, info, options.threads);
 }
 
-void pack_onnx(const std::string& path, const EngineOptions& options) {
-  const ModelDescription model = describe_onnx(path);
-  if (options.packed_weights.empty()) {
-    throw Error(EQKV_INVALID_ARGUMENT, "packed_weights names no directory for the packed weights.");
-  }
+void pack_onnx(const ModelInfo& info, const EngineOptions& options) {
   const Library& library = Library::open(options.library);
   const Api& api = library.api();
-  packed_weights(options, model.info, library)
-      .make(packed_file_bytes(model.plan), [&](const std::string& graph) {
+  packed_weights(options, info, library)
+      .make(packed_file_bytes(info.description), [&](const std::string& graph) {
         const auto opts = session_options(library, options.threads);
         const auto set = [&](const char* key, const std::string& value) {
           check(api, api.AddSessionConfigEntry(opts.get(), key, value.c_str()), EQKV_ENGINE_FAILED,
@@ -112,15 +106,14 @@ void pack_onnx(const std::string& path, const EngineOptions& options) {
         set("session.save_external_prepacked_constant_initializers", "1");
         check(api, api.SetOptimizedModelFilePath(opts.get(), graph.c_str()), EQKV_ENGINE_FAILED,
               "ONNX Runtime refused an option");
-        create_session(library, path, opts.get(), EQKV_BAD_PACKAGE);
+        create_session(library, info.path, opts.get(), EQKV_BAD_PACKAGE);
         // A disk that fills up goes unnoticed while it is written; what was cut off does not load.
         const auto plain = session_options(library, options.threads);
         create_session(library, graph, plain.get(), EQKV_ENGINE_FAILED);
       });
 }
 
-bool is_packed(const std::string& path, const EngineOptions& options) {
-  const ModelInfo info = describe_onnx(path).info;
+bool is_packed(const ModelInfo& info, const EngineOptions& options) {
   if (!PackedWeights::any(options.packed_weights, info)) return false;  // without opening a library
   return !packed_weights(options, info, Library::open(options.library)).find().empty();
 }

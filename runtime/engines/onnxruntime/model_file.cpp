@@ -2,7 +2,6 @@
 
 #include <map>
 
-#include "core/description.h"
 #include "core/error.h"
 #include "onnx_file.h"
 
@@ -92,56 +91,45 @@ void check_tensor(const GraphReader& graph, const std::map<std::string, TensorTy
   for (size_t i = 0; fits && i < want.shape.size(); ++i) {
     fits = has.shape[i] < 0 || has.shape[i] == want.shape[i];
   }
-  if (!fits) graph.refuse("the type or shape of " + name + " in its graph does not fit its metadata.");
+  if (!fits)
+    graph.refuse("the type or shape of " + name + " in its graph does not fit its description.");
 }
 
 }  // namespace
 
-ModelDescription describe_onnx(const std::string& path) {
-  const OnnxFile file = read_onnx_file(path);
-  return describe(Metadata(file.metadata, path), "onnxruntime", file.bytes);
+ModelInfo describe_onnx(const std::string& path) {
+  return model_info(read_onnx_file(path), path, "onnxruntime");
 }
 
 GraphNames graph_names(const ModelInfo& info) {
   GraphNames names{{"input_ids", "past", "logit_rows"}, {"logits"}};
-  std::vector<std::string> kinds =
-      info.cache.caches == 1 ? std::vector<std::string>{"kv"} : std::vector<std::string>{"key", "value"};
-  if (info.cache.holds_scales(info.cache.caches)) {
-    for (int64_t i = 0; i < info.cache.caches; ++i) {
-      kinds.push_back(kinds[static_cast<size_t>(i)] + "_scale");
-    }
-  }
-  for (int64_t layer = 0; layer < info.cache.layers; ++layer) {
-    const std::string suffix = "." + std::to_string(layer);
-    for (const std::string& kind : kinds) {
-      names.inputs.push_back(kind + suffix);
-      names.outputs.push_back(kind + "_out" + suffix);
-    }
+  for (const CacheTensor& tensor : info.layout.tensors) {
+    const std::string part = part_name(tensor), layer = "." + std::to_string(tensor.layer);
+    names.inputs.push_back(part + layer);
+    names.outputs.push_back(part + "_out" + layer);
   }
   return names;
 }
 
-void check_graph(const Library& library, OrtSession* session, const ModelInfo& info,
-                 const std::string& path) {
-  const GraphReader graph(library, session, path);
+void check_graph(const Library& library, OrtSession* session, const ModelInfo& info) {
+  const GraphReader graph(library, session, info.path);
   const GraphNames names = graph_names(info);
   const auto inputs = graph.inputs(), outputs = graph.outputs();
   if (inputs.size() != names.inputs.size()) {
     graph.refuse("its graph has " + std::to_string(inputs.size()) + " inputs instead of " +
                  std::to_string(names.inputs.size()) + ".");
   }
-  const CacheLayout& layout = info.cache;
-  const TensorType rows{element_type(layout.type), {1, layout.kv_heads, kAny, layout.head_dim}};
-  const TensorType scales{kFloat16, {1, layout.kv_heads, kAny}};
   check_tensor(graph, inputs, "input_ids", {kInt64, {1, kAny}});
   check_tensor(graph, inputs, "past", {kInt64, {}});
   check_tensor(graph, inputs, "logit_rows", {kInt64, {kAny}});
-  check_tensor(graph, outputs, "logits", {kFloat, {1, kAny, info.vocab_size}});
-  for (int64_t i = 0; i < layout.tensors(); ++i) {
-    const TensorType& cache = layout.holds_scales(i) ? scales : rows;
-    const size_t at = static_cast<size_t>(i);
-    check_tensor(graph, inputs, names.inputs[kPlainInputs + at], cache);
-    check_tensor(graph, outputs, names.outputs[kPlainOutputs + at], cache);
+  check_tensor(graph, outputs, "logits", {kFloat, {1, kAny, info.description.vocab_size}});
+  const CacheLayout& layout = info.layout;
+  for (size_t i = 0; i < layout.tensors.size(); ++i) {
+    const CacheTensor& tensor = layout.tensors[i];
+    TensorType cache{element_type(layout.type), {1, tensor.kv_heads, kAny, tensor.dim}};
+    if (tensor.scales) cache = {kFloat16, {1, tensor.kv_heads, kAny}};
+    check_tensor(graph, inputs, names.inputs[kPlainInputs + i], cache);
+    check_tensor(graph, outputs, names.outputs[kPlainOutputs + i], cache);
   }
 }
 

@@ -18,10 +18,8 @@ constexpr uint64_t kKey = 1, kValue = 2;        // of StringStringEntryProto
 // Wire types of protobuf.
 constexpr int kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5;
 
-constexpr const char* kPrefix = "edge_qkv.";
-// Far above what an export writes; a file with more is not read into memory.
-constexpr uint64_t kMostEntryBytes = 1 << 16;
-constexpr size_t kMostEntries = 1 << 10;
+// A key and a value; what is longer is none of ours and is not read into memory.
+constexpr uint64_t kMostEntryBytes = kMostMetadataBytes + 64;
 // The size of a protobuf is an int.
 constexpr uint64_t kMostFileBytes = (uint64_t{1} << 31) - 1;
 
@@ -107,7 +105,7 @@ class Walker {
   uint64_t end_;
 };
 
-void read_entry(Walker& walker, uint64_t bytes, std::map<std::string, std::string>* metadata) {
+void read_entry(Walker& walker, uint64_t bytes, std::map<std::string, std::string>* texts) {
   if (bytes > kMostEntryBytes) return walker.skip(bytes);
   std::string key, value;
   walker.inside(bytes, [&] {
@@ -121,22 +119,20 @@ void read_entry(Walker& walker, uint64_t bytes, std::map<std::string, std::strin
       walker.skip(length);
     }
   });
-  if (key.rfind(kPrefix, 0) != 0) return;
-  if (!metadata->emplace(key.substr(std::strlen(kPrefix)), value).second) {
+  if (is_metadata(key) && !texts->emplace(key, value).second) {
     walker.refuse("its metadata names a key twice");
   }
-  if (metadata->size() > kMostEntries) walker.refuse("it has too many metadata entries");
 }
 
 }  // namespace
 
-OnnxFile read_onnx_file(const std::string& path) {
+FileMetadata read_onnx_file(const std::string& path) {
   struct stat status = {};
   const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "rbe"), std::fclose);
   if (!file || fstat(fileno(file.get()), &status) != 0) {
     throw Error(EQKV_BAD_PACKAGE, path + ": cannot be read (" + std::strerror(errno) + ").");
   }
-  OnnxFile found;
+  FileMetadata found;
   found.bytes = static_cast<uint64_t>(status.st_size);
   Walker walker(path, file.get(), found.bytes);
   if (found.bytes > kMostFileBytes) walker.refuse("it has more than 2 GiB");
@@ -145,7 +141,7 @@ OnnxFile read_onnx_file(const std::string& path) {
     uint64_t length = 0;
     const uint64_t number = walker.field(&length);
     if (number == kMetadata) {
-      read_entry(walker, length, &found.metadata);
+      read_entry(walker, length, &found.texts);
     } else {
       graph = graph || number == kGraph;
       walker.skip(length);

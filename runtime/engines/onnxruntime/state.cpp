@@ -21,11 +21,12 @@ State::State(const LoadedGraph& graph, const CacheView& cache)
   inputs_.resize(kPlainInputs);
   outputs_.resize(kPlainOutputs);
   const CacheLayout& layout = cache.layout;
-  for (int64_t i = 0; i < layout.tensors(); ++i) {
-    std::vector<int64_t> shape = {1, layout.kv_heads, cache.capacity};
-    if (!layout.holds_scales(i)) shape.push_back(layout.head_dim);
-    caches_.push_back(tensor(cache.tensors[static_cast<size_t>(i)], cache.tensor_bytes(i), shape,
-                             layout.holds_scales(i) ? kFloat16 : element_type(layout.type)));
+  for (size_t i = 0; i < layout.tensors.size(); ++i) {
+    const CacheTensor& rows = layout.tensors[i];
+    std::vector<int64_t> shape = {1, rows.kv_heads, cache.capacity};
+    if (!rows.scales) shape.push_back(rows.dim);
+    caches_.push_back(tensor(cache.tensors[i], cache.tensor_bytes(i), shape,
+                             rows.scales ? kFloat16 : element_type(layout.type)));
     // The same value in and out: the operator sees one pointer and appends in place.
     inputs_.push_back(caches_.back().get());
     outputs_.push_back(caches_.back().get());
@@ -38,7 +39,7 @@ void State::forward(const int32_t* tokens, size_t count, int64_t past, size_t lo
   rows_.resize(logit_rows);
   std::iota(rows_.begin(), rows_.end(), static_cast<int64_t>(count - logit_rows));
   const int64_t t = static_cast<int64_t>(count), r = static_cast<int64_t>(logit_rows);
-  const int64_t vocab = graph_.info.vocab_size;
+  const int64_t vocab = graph_.info.description.vocab_size;
 
   const auto input_ids = tensor(ids_.data(), count * sizeof ids_[0], {1, t}, kInt64);
   const auto past_rows = tensor(&past, sizeof past, {}, kInt64);

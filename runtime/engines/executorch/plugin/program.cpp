@@ -43,19 +43,16 @@ std::string reason(runtime::Error error) {
                                     "; export the model again, or copy it again.");
 }
 
-aten::ScalarType scalar_type(const CacheLayout& layout, int64_t tensor) {
-  if (layout.holds_scales(tensor)) return aten::ScalarType::Half;
+aten::ScalarType scalar_type(const CacheLayout& layout, const CacheTensor& tensor) {
+  if (tensor.scales) return aten::ScalarType::Half;
   constexpr aten::ScalarType kTypes[] = {aten::ScalarType::Float, aten::ScalarType::Half,
                                          aten::ScalarType::Char};  // CacheType
   return kTypes[static_cast<int>(layout.type)];
 }
 
 // As export/executorch_program.py names them: kv_0, or key_0 and value_0, and after them their scales.
-std::string cache_name(const CacheLayout& layout, int64_t tensor) {
-  const int64_t within = tensor % layout.tensors_per_layer(), cache = within % layout.caches;
-  const std::string kind = layout.caches == 1 ? "kv" : cache == 0 ? "key" : "value";
-  return kind + (layout.holds_scales(tensor) ? "_scale_" : "_") +
-         std::to_string(tensor / layout.tensors_per_layer());
+std::string cache_name(const CacheTensor& tensor) {
+  return part_name(tensor) + "_" + std::to_string(tensor.layer);
 }
 
 template <class Sizes>
@@ -89,7 +86,7 @@ void PlannedBuffer::release() const { madvise(data_, std::max<size_t>(bytes_, 1)
 
 LoadedProgram::LoadedProgram(const PluginRequest& request)
     : path_(request.path),
-      layout_(request.cache),
+      layout_{request.cache_type, {request.tensors, request.tensors + request.tensor_count}},
       cache_rows_(request.cache_rows),
       vocab_size_(request.vocab_size),
       prefill_chunk_(request.prefill_chunk),
@@ -198,12 +195,12 @@ void LoadedProgram::load_method(const PluginRequest& request) {
 }
 
 void LoadedProgram::find_caches() {
-  for (int64_t i = 0; i < layout_.tensors(); ++i) {
-    const std::string name = cache_name(layout_, i);
+  for (const CacheTensor& tensor : layout_.tensors) {
+    const std::string name = cache_name(tensor);
     const auto cache = method_->get_attribute(name);
-    std::vector<int64_t> shape = {1, layout_.kv_heads, cache_rows_};
-    if (!layout_.holds_scales(i)) shape.push_back(layout_.head_dim);
-    if (!cache.ok() || cache->scalar_type() != scalar_type(layout_, i) ||
+    std::vector<int64_t> shape = {1, tensor.kv_heads, cache_rows_};
+    if (!tensor.scales) shape.push_back(tensor.dim);
+    if (!cache.ok() || cache->scalar_type() != scalar_type(layout_, tensor) ||
         !has_shape(cache->sizes(), shape)) {
       refuse(path_, "its cache " + name + " is not what its description promises");
     }

@@ -67,7 +67,7 @@ class LoadedProgram {
   std::unique_ptr<executorch::runtime::HierarchicalAllocator> planned_memory_;
   std::unique_ptr<executorch::runtime::MemoryManager> memory_;
   std::unique_ptr<executorch::runtime::Method> method_;
-  std::vector<executorch::aten::TensorImpl*> caches_;  // [layout.tensors()], the method's
+  std::vector<executorch::aten::TensorImpl*> caches_;  // as in layout.tensors, the method's
   std::vector<int64_t> ids_, rows_;                    // [T], [R] of the call
 };
 

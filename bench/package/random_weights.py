@@ -8,16 +8,15 @@ from pathlib import Path
 
 from edge_qkv import InputError, ModelConfig, Package, files
 from edge_qkv.bench.common import say
-from edge_qkv.checkpoints.native import read_config
 from edge_qkv.packing import packed_directory
 from edge_qkv.presets import PRESETS, preset
-from edge_qkv.stored import cache_bytes_per_token, stored_as
+from edge_qkv.targets import cache_bytes_per_token, stored_as
 
 
 def named_config(name: str) -> ModelConfig | None:
     """The config of a published size such as "1.2B/Q-MQA", or of the path of a config.json; None: neither."""
     if name.endswith(".json"):
-        return read_config(Path(name))
+        return ModelConfig.from_file(Path(name))
     return preset(name) if name.partition("/")[0] in PRESETS and not Path(name).exists() else None
 
 
@@ -41,7 +40,7 @@ def random_package(name: str, config: ModelConfig, directory: Path, target: str,
             f"{name}: random weights are exported first, which needs torch; run pip install 'edge-qkv[export]', or "
             "give a package that was exported elsewhere"
         )
-    from edge_qkv.export import TARGETS
+    from edge_qkv.export import export_package
     from edge_qkv.export.progress import Bar
 
     say(f"exporting random weights of {name} to {path}")
@@ -51,7 +50,7 @@ def random_package(name: str, config: ModelConfig, directory: Path, target: str,
         with tempfile.TemporaryDirectory() as folder:
             description = Path(folder) / "config.json"
             files.write_json(description, config.to_dict())
-            TARGETS[target](f"random:{description}", path, weights=kind, cache=cache, parity=False, progress=bar)
+            export_package(target, f"random:{description}", path, weights=kind, cache=cache, parity=False, progress=bar)
     finally:
         bar.close()
     return Package.open(path, verify=False)
