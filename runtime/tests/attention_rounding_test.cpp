@@ -206,6 +206,21 @@ bool int8_adversaries(Pool& pool) {
   return good;
 }
 
+// The largest sums that integers can make: all of a query and of a row at their largest, in ever more
+// dimensions. A sum that wraps around turns the order of the rows upside down.
+bool int8_sums_fit(Pool& pool) {
+  for (int dim : {512, 516, 517, 576, 1024, 4096}) {
+    Problem problem({40, 0, 6, 1, dim}, CacheType::kInt8);
+    std::fill(problem.query.begin(), problem.query.end(), 1.0f);
+    for (size_t i = 0; i < problem.key.size(); ++i) problem.key[i] = i / dim % 2 ? 1.0f : 0.9f;
+    const double error = problem.run(1, pool) ? problem.error() : INFINITY;
+    if (error <= 1e-3) continue;
+    std::printf("  D %d: relative error %.3g\n", dim, error);
+    return false;
+  }
+  return true;
+}
+
 // A query that is no number makes an output that is none, however it is rounded on its way.
 bool nan_queries(Pool& pool) {
   for (CacheType type : kTypes) {

@@ -14,6 +14,7 @@ bool floats_to_halves(Pool&);
 bool codes(Pool& pool);
 bool int8_is_near_fp32(Pool& pool);
 bool int8_adversaries(Pool& pool);
+bool int8_sums_fit(Pool& pool);
 bool nan_queries(Pool& pool);
 
 }  // namespace edge_qkv
