@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find runtime -name '*.cpp' -o -name '*.h' -o -name '*.cmake' -o -name '*.txt' 2>/dev/null)
 
-.PHONY: demo bench test test-arm64 test-llama lint format clean
+.PHONY: demo bench test test-all test-arm64 test-llama lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -29,9 +29,14 @@ bench: $(VENV)/llama
 	$(BIN)/edge-qkv bench attention --threads $(THREADS) --output build/bench/attention
 	$(BIN)/edge-qkv bench peers $(PEERS) --output build/bench/peers
 
-# A file's tests run in one process, in their order: they share what they made.
+# What is run between edits. A file's tests run in one process, in their order: they share what they made.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/installed
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m 'not slow'
+
+# All tests, those of large models and of every lowering too.
+test-all: $(VENV)/installed
+	$(PYTEST)
 
 # On emulated 64-bit ARM processors. EDGE_QKV_ARM64=required: what cannot be downloaded is an error and not skipped.
 test-arm64: $(VENV)/installed

@@ -264,7 +264,7 @@ class ModelConfig:
         count += self.max_positions * self.width if self.learned_positions else 0
         for spec in self.layers:
             count += sum(o * i + (o if bias else 0) for _, o, i, bias in spec.matrices(self.width))
-            count += len(spec.norms) * norm + spec.head_norm_values + (spec.head_dim if spec.key_weight else 0)
+            count += len(spec.norms) * norm + sum(spec.head_norms) + (spec.head_dim if spec.key_weight else 0)
         count += len(self.layers) if self.layer_scalars else 0
         if inner := self.input_embeddings:
             every = len(self.layers) * inner

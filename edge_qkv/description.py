@@ -47,8 +47,8 @@ def _kind(name: str, spec: LayerSpec) -> Iterator[tuple[str, int | str]]:
     yield "window", spec.window
     yield "sinks", spec.sinks
     yield "positions", spec.positions
+    yield "rotary_offset", spec.rotary_offset if spec.rotary else 0
     if spec.rotary:
-        yield "rotary_offset", spec.rotary_offset
         yield "frequencies", " ".join(map(repr, map(float, spec.frequencies)))
     yield "mlp_width", spec.mlp_width
     yield "mlp_matrices", 3 if spec.gated_mlp else 2

@@ -43,8 +43,9 @@ def estimate(
     head = stored.head.sizes(config.vocab_size, config.width)
     shared = config.tied_head and sizes.head_is_embedding
     rotated = sum(spec.rotary for spec in config.layers)
-    program = sizes.program + sizes.per_layer * len(config.layers)
+    program = sizes.program + sizes.per_kind * len(config.kinds) + sizes.per_layer * len(config.layers)
     program += sizes.per_rotary_layer * rotated + sizes.per_position * config.max_positions
+    program += sizes.per_tensor * (len(matrices) + len(tables))
     on_disk = sum(
         -(-n // sizes.alignment) * sizes.alignment if n >= sizes.inline_below else n
         for n in [*matrices, *tables, *(() if shared else head)]
@@ -109,7 +110,7 @@ def _small_tensors(config: ModelConfig) -> Iterator[int]:
     yield from norm
     for spec in config.layers:
         yield from norm * len(spec.norms)
-        yield from [spec.head_norm_values] if spec.head_norm_values else []
+        yield from spec.head_norms
         yield from [spec.head_dim] if spec.key_weight else []
         yield from [1] if config.layer_scalars else []
         yield from norm if config.input_embeddings else []

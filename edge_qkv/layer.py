@@ -205,12 +205,12 @@ class LayerSpec:
         return self.qk_norm != "none" and not self.key_weight and not self.rows_of and not self.query_shares_key
 
     @property
-    def head_norm_values(self) -> int:
-        """Weights of the norms of queries and keys."""
+    def head_norms(self) -> tuple[int, ...]:
+        """Values of the weights of the norms of queries and keys."""
         if self.qk_norm == "none":
-            return 0
+            return ()
         heads = (self.heads, self.kv_heads) if self.qk_norm == "all" else (1, 1)
-        return self.head_dim * (heads[0] + (heads[1] if self.norms_keys else 0))
+        return tuple(self.head_dim * count for count in heads[: 2 if self.norms_keys else 1])
 
     @property
     def variant(self) -> str:

@@ -14,7 +14,6 @@ from torch import Tensor
 from edge_qkv.attention import FP16_MAX
 from edge_qkv.errors import InputError
 
-BLOCK_SIZES = (16, 32, 64, 128, 256)
 _CHUNK = 1 << 18  # weights worked on at once: the temporaries stay in the processor's cache
 # Divisors of a block's largest weight that are tried for 4 bits. The largest weight takes the code -8
 # (divisor 8), is clipped (below) or leaves codes unused (above); the range is where minima were found.
@@ -37,16 +36,7 @@ def blocks_of(columns: int, block_size: int) -> int:
 
 
 def quantize(weight: Tensor, bits: int, block_size: int) -> Quantized:
-    """Quantises weight [N, K] to 4 or 8 bits.
-
-    Raises `InputError` for a bits or block size that no target supports, and for weights that are not finite.
-    """
-    if bits not in (4, 8):
-        raise InputError(f"weights of {bits} bits are not supported; choose 4 or 8")
-    if block_size not in BLOCK_SIZES:
-        raise InputError(
-            f"--block-size {block_size} is not supported; choose one of {', '.join(map(str, BLOCK_SIZES))}"
-        )
+    """Quantises weight [N, K] to 4 or 8 bits. Raises `InputError` for weights that are not finite."""
     rows, columns = weight.shape
     blocks = blocks_of(columns, block_size)
     codes = torch.empty(rows, blocks, block_size * bits // 8, dtype=torch.uint8)

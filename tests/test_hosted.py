@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from other_threads import check_every_method, check_soundness
 
 from conftest import TINY, changed
 from eager import TOLERANCE, expect, walk_session
@@ -31,7 +32,6 @@ from edge_qkv.model import Decoder
 from edge_qkv.package import Package
 from edge_qkv.packing import is_packed
 from edge_qkv.targets import TARGETS
-from other_threads import check_every_method, check_soundness
 
 PLAIN = changed(TINY, positions="rotary-on-read")
 CAPACITY, CHUNK = PLAIN.max_positions, 16

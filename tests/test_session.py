@@ -14,11 +14,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from other_threads import check_every_method, check_soundness
 
 from edge_qkv import Cancelled, ContextFull, InputError, Model, Sampling, Session
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.tokenizer import stream_text
-from other_threads import check_every_method, check_soundness
 
 CAPACITY, CHUNK = 96, 16
 LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)

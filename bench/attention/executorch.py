@@ -16,6 +16,7 @@ import numpy as np
 from edge_qkv import _native
 from edge_qkv.bench.attention.problem import HEAD_DIM, HEADS, Bound, Missing, Problem
 from edge_qkv.export.progress import quiet
+from edge_qkv.layer import LayerSpec
 
 _SCALE = HEAD_DIM**-0.5
 
@@ -67,6 +68,7 @@ def operator(cache: str) -> Callable[[Problem], Bound]:
         import torch
 
         from edge_qkv.attention import quantize_rows
+        from edge_qkv.export.executorch.program import attend
 
         rows = torch.from_numpy(problem.rows)
         if cache == "int8":
@@ -74,11 +76,10 @@ def operator(cache: str) -> Callable[[Problem], Bound]:
             buffers, held = {"codes": codes[None, None], "scales": scales[None, None]}, codes * scales.float()[:, None]
         else:
             buffers, held = {"rows": rows.half()[None, None]}, rows.half().float()
-        attributes = (HEADS, 1, _SCALE, "none", 0, 0, 0)
+        spec = LayerSpec(heads=HEADS, head_dim=HEAD_DIM, kv_heads=1, mlp_width=1, sharing="q-k=v")
 
-        def layer(query, new, past, rows, scales=None):
-            given = (query, new, rows, past, None, None, None, None, scales, None)
-            return torch.ops.edge_qkv.unified_kv_attention(*given, *attributes)
+        def layer(query, new, past, *caches):
+            return attend(spec, query, new, None, caches, past, None)[0]
 
         inputs = (torch.from_numpy(problem.query), rows[None, problem.past :], torch.tensor(problem.past))
         return Bound(*_program(runtime, problem, layer, inputs, buffers), held.numpy())

@@ -12,7 +12,10 @@ import numpy as np
 
 from edge_qkv import _native
 from edge_qkv.bench.attention.problem import HEAD_DIM, HEADS, Bound, Problem
-from edge_qkv.config import ModelConfig
+from edge_qkv.export.operator import VERSION, attributes
+from edge_qkv.layer import LayerSpec
+
+_SPEC = LayerSpec(heads=HEADS, head_dim=HEAD_DIM, kv_heads=1, mlp_width=1, sharing="q-k=v")
 
 
 def operator(cache: str) -> Callable[[Problem], Bound]:
@@ -26,19 +29,7 @@ def function(cache: str) -> Callable[[Problem], Bound]:
     def bind(problem: Problem) -> Bound:
         from edge_qkv.export.onnx.function import attention_function
 
-        config = ModelConfig(
-            vocab_size=1,
-            max_positions=len(problem.rows),
-            layers=problem.layers,
-            width=HEADS * HEAD_DIM,
-            heads=HEADS,
-            head_dim=HEAD_DIM,
-            kv_heads=1,
-            mlp_width=1,
-            sharing="q-k=v",
-            positions="none",
-        )
-        return _unified(problem, cache, [attention_function(config, cache)])
+        return _unified(problem, cache, [attention_function(_SPEC, cache)])
 
     return bind
 
@@ -59,10 +50,8 @@ def group_query(dtype: type) -> Callable[[Problem], Bound]:
                 in_place[f"present_{kind}.{i}"] = f"past_{kind}.{i}"
             names = ["query", "kv", "kv", f"past_key.{i}", f"past_value.{i}", "last", "length"]
             outputs = [f"attention.{i}", f"present_key.{i}", f"present_value.{i}"]
-            attributes = {"num_heads": HEADS, "kv_num_heads": 1}
-            nodes.append(
-                onnx.helper.make_node("GroupQueryAttention", names, outputs, domain="com.microsoft", **attributes)
-            )
+            counts = {"num_heads": HEADS, "kv_num_heads": 1}
+            nodes.append(onnx.helper.make_node("GroupQueryAttention", names, outputs, domain="com.microsoft", **counts))
         return Bound(*_session(problem, nodes, inputs, in_place, []), held.astype(np.float32))
 
     return bind
@@ -87,9 +76,8 @@ def _unified(problem: Problem, cache: str, functions: list) -> Bound:
             in_place[f"{kind}_out.{i}"] = f"{kind}.{i}"
         names = ["query", "kv", f"cache.{i}", "past"] + (["", "", "", "", f"cache_scale.{i}"] if codes else [])
         outputs = [f"attention.{i}", f"cache_out.{i}"] + (["", f"cache_scale_out.{i}"] if codes else [])
-        attributes = {"num_heads": HEADS, "kv_heads": 1, "scale": HEAD_DIM**-0.5, "rotary": "none"}
-        attributes |= {"rotary_dim": 0, "window": 0, "sinks": 0}
-        nodes.append(onnx.helper.make_node("UnifiedKVAttention", names, outputs, domain="edge_qkv", **attributes))
+        of_spec = attributes(_SPEC)
+        nodes.append(onnx.helper.make_node("UnifiedKVAttention", names, outputs, domain="edge_qkv", **of_spec))
     return Bound(*_session(problem, nodes, inputs, in_place, functions), held)
 
 
@@ -113,7 +101,11 @@ def _session(
         [helper.make_tensor_value_info(name, of["query"], problem.query.shape) for name in outputs]
         + [helper.make_tensor_value_info(out, of[into], inputs[into].shape) for out, into in in_place.items()],
     )
-    domains = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1), helper.make_opsetid("edge_qkv", 1)]
+    domains = [
+        helper.make_opsetid("", 21),
+        helper.make_opsetid("com.microsoft", 1),
+        helper.make_opsetid("edge_qkv", VERSION),
+    ]
     model = helper.make_model(graph, opset_imports=domains, ir_version=10, functions=functions)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = problem.threads

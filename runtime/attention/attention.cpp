@@ -15,10 +15,12 @@ namespace edge_qkv {
 namespace {
 
 // A block of 64 query rows of head_dim 64 keeps queries, scores, sums and tile in 64 KiB: L2 of a small
-// core. A tile of 64 rows of 64 is 16 KiB, half of a small L1.
-constexpr int kBlockFloats = 8192;
+// core. 32 rows of 576 take 72 KiB for queries and as much for sums; with fewer, more of the time goes
+// into reading a tile than into its use. A tile of 64 rows of 64 is 16 KiB, half of a small L1. Where
+// wider rows are used often, filling L1 costs less than the ends of tiles.
+constexpr int kBlockFloats = 32 * 576;
 constexpr int kMinBlockRows = 16, kMaxBlockRows = 64;
-constexpr int kTileFloats = 4096;
+constexpr int kTileFloats = 4096, kManyRows = 32;
 constexpr int kMinTileRows = 16, kMaxTileRows = 64;
 
 // A cache is split only where there are fewer blocks than this, that is in decode and short prefills,
@@ -81,10 +83,12 @@ WorkPlan make_plan(const AttentionParams& p, int lanes) {
   tile.dim_pad = round_up(p.head_dim, lanes);
   tile.value_pad = round_up(p.value_dim, lanes);
   plan.query_rows = p.tokens * tile.group;
-  const int most = std::clamp(kBlockFloats / tile.dim_pad / lanes * lanes, kMinBlockRows, kMaxBlockRows);
+  int most = kMaxBlockRows;
+  while (most > kMinBlockRows && most * std::max(tile.dim_pad, tile.value_pad) > kBlockFloats) most /= 2;
   tile.block_rows = static_cast<int>(std::min<int64_t>(most, plan.query_rows));
   tile.block_pad = round_up(tile.block_rows, lanes);
-  tile.tile_rows = std::clamp(kTileFloats / tile.dim_pad / lanes * lanes, kMinTileRows, kMaxTileRows);
+  const int tile_floats = tile.block_rows < kManyRows ? kTileFloats : 2 * kTileFloats;
+  tile.tile_rows = std::clamp(tile_floats / tile.dim_pad / lanes * lanes, kMinTileRows, kMaxTileRows);
 
   plan.head_blocks = ceil_div(plan.query_rows, tile.block_rows);
   plan.blocks = p.batch * p.kv_heads * plan.head_blocks;

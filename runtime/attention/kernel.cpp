@@ -21,8 +21,9 @@ namespace edge_qkv {
 namespace EDGE_QKV_ISA {
 namespace {
 
-// Rows of the score product held in registers, times two vectors; and the same for the value product.
-constexpr int kScoreRows = kWideFile ? 8 : 4;
+// Rows of the score product held in registers, times two vectors or one; and the same for the value
+// product.
+constexpr int kScoreRows = kWideFile ? 8 : 4, kLoneScoreRows = 8;
 constexpr int kValueRows = 4;
 constexpr int kValueVectors = kWideFile ? 4 : 2;
 
@@ -157,9 +158,10 @@ void weigh_tile(Tile keys, int rows, int query_rows, int query_pad, int D, bool 
                                    m == 0 ? ahead : Ahead{});
     }
   }
-  if (m < query_rows)
-    score_rows<L, 1, kScoreRows>(keys, rows, s.query + m, D, query_pad, s.scores + m,
-                                 m == 0 ? ahead : Ahead{});
+  if (m < query_rows) {
+    score_rows<L, 1, kLoneScoreRows>(keys, rows, s.query + m, D, query_pad, s.scores + m,
+                                     m == 0 ? ahead : Ahead{});
+  }
   for (m = 0; m < query_rows; m += L) {
     softmax_lanes<L>(s.scores + m, rows, query_pad, masked ? s.from + m : nullptr, s.to + m,
                      s.row_max + m, s.row_sum + m, s.decay + m);

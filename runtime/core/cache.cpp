@@ -174,7 +174,9 @@ uint64_t CacheMemory::live_bytes(int64_t length) const {
 bool CacheMemory::holds_visible(int64_t length) const {
   for (size_t i = 0; i < first_live_.size(); ++i) {
     const CacheTensor& tensor = view_.layout.tensors[i];
-    if (length > tensor.sinks && visible_rows(tensor, length).first < first_live_[i]) return false;
+    if (length <= tensor.sinks) continue;
+    const int64_t first = visible_rows(tensor, length).first;
+    if (first < length && first < first_live_[i]) return false;
   }
   return true;
 }

@@ -20,6 +20,7 @@ constexpr int64_t kMostWeightBytes = int64_t{1} << 50, kMostRows = int64_t{1} <<
 constexpr int64_t kMostHeads = 1 << 12, kMostDim = 1 << 16, kMostWidth = 1 << 20;
 constexpr int64_t kMostVocabulary = 1 << 24, kMostBlock = 1 << 12;
 constexpr double kMostFrequency = 1000;
+constexpr int64_t kMostCachedHeads = 1 << 20;  // of all layers
 
 // Text of a file in a message: short, and no control characters.
 std::string printable(const std::string& text) {
@@ -270,6 +271,7 @@ Description read_description(const std::string& text, const std::string& source,
     check_rows(sections[i], kind, kind.rows == Rows::kOther ? d.kinds[kind.rows_of] : kind);
   }
   std::vector<bool> seen(d.kinds.size());
+  int64_t cached_heads = 0;
   for (const std::string& word : words(model.text("pattern"))) {
     const auto found = by_name.find(word);
     const std::string layer = "layer " + std::to_string(d.pattern.size());
@@ -286,6 +288,11 @@ Description read_description(const std::string& text, const std::string& source,
     d.pattern.push_back(found->second);
     if (d.pattern.size() > kMostLayers) {
       model.refuse("its description has more than " + std::to_string(kMostLayers) + " layers.");
+    }
+    cached_heads += kind.rows == Rows::kOther ? 0 : kind.kv_heads;
+    if (cached_heads > kMostCachedHeads) {
+      model.refuse("its description has more than " + std::to_string(kMostCachedHeads) +
+                   " kv_heads in all layers.");
     }
   }
   if (d.pattern.empty()) model.refuse("its description lacks layers in its pattern.");

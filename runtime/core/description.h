@@ -1,9 +1,27 @@
 // What a model file says of its model, in one text: the facts that the runtime works with. The text
 // comes from outside: nothing in it is believed unchecked.
 //
-// Lines "name value", each ended by a newline: first what all layers share, then for each kind of layer
-// "kind NAME" and what is true of it, at last "pattern" and the kind of each layer. Names that are not
-// known are somebody else's.
+// At most 64 KiB of ASCII: lines "name value", each ended by a newline, whose names have letters a to z
+// and underscores. First what all layers share, then for each kind of layer "kind NAME" (a word) and
+// what is true of it, at last the kind of each layer. Names that are not known are somebody else's; all
+// of these are needed:
+//
+//   format 3
+//   vocab_size, max_positions, width     integers, as all below without values of their own
+//   cache                                fp32, fp16 or int8
+//   learned_positions                    0 or 1
+//   weight_bits                          4, 8, 16 or 32
+//   block_size, matrix_bytes, table_bytes, prefill_chunk, cache_rows
+//   operator 2
+//   kind NAME
+//   heads, kv_heads, head_dim, value_dim
+//   rows                                 unified, separate or "of NAME"
+//   window, sinks
+//   positions                            none, rotary-conjugate or rotary-on-read
+//   rotary_offset
+//   frequencies                          decimal numbers; none, or no line, without rotary positions
+//   mlp_width, mlp_matrices
+//   pattern NAME NAME ...
 #pragma once
 
 #include <cstdint>

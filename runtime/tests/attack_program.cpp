@@ -58,7 +58,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   if (argc > 3 && std::strcmp(argv[1], "snapshot") == 0) {
-    Session session(std::make_shared<Described>(describe_model(argv[2]).info), {96, 16});
+    Session session(std::make_shared<Described>(describe_model(argv[2])), {96, 16});
     const int32_t token = 1;
     session.evaluate(&token, 1, nullptr);
     for (int i = 3; i < argc; ++i) {

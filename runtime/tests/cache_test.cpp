@@ -26,29 +26,38 @@ namespace {
 size_t page() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 
 void touch(const CacheView& view, int64_t begin, int64_t end) {
-  for (int64_t i = 0; i < view.layout.tensors(); ++i) {
-    for (int64_t head = 0; head < view.layout.kv_heads; ++head) {
-      for (int64_t row = begin; row < end; ++row)
-        std::memset(view.row(i, head, row), 1, view.layout.row_bytes(i));
-    }
+  for (const Slab& slab : view.layout.slabs()) {
+    for (int64_t row = begin; row < end; ++row)
+      std::memset(view.row(slab, row), 1, view.layout.row_bytes(view.layout.tensors[slab.tensor]));
   }
 }
 
-// type, layers, kv heads, head_dim
-CacheLayout layout(CacheType type, int64_t layers, int64_t kv_heads, int64_t head_dim) {
-  return {type, layers, 1, kv_heads, head_dim};
+CacheLayout layout(CacheType type, size_t layers, int64_t kv_heads, int64_t dim) {
+  return uniform_layout(type, layers, 1, kv_heads, dim);
 }
 
 // Whether rows [begin, end) of every slab are those that fill_with_noise gives for `seed`.
 bool holds_noise(const CacheView& view, int64_t begin, int64_t end, uint64_t seed) {
   const CacheMemory expected(view.layout, end);
   fill_with_noise(expected.view(), begin, end, seed);
-  for (int64_t slab = 0; slab < view.layout.slabs(); ++slab) {
-    const size_t row = view.layout.row_bytes(slab / view.layout.kv_heads);
-    if (std::memcmp(view.slab(slab) + row * static_cast<size_t>(begin),
-                    expected.view().slab(slab) + row * static_cast<size_t>(begin),
+  for (const Slab& slab : view.layout.slabs()) {
+    const size_t row = view.layout.row_bytes(view.layout.tensors[slab.tensor]);
+    if (std::memcmp(view.row(slab, begin), expected.view().row(slab, begin),
                     row * static_cast<size_t>(end - begin)) != 0) {
       return false;
+    }
+  }
+  return true;
+}
+
+// Whether all live rows are as `touch` writes them.
+bool holds_live(const CacheMemory& cache, int64_t length) {
+  const CacheLayout& layout = cache.view().layout;
+  for (const Slab& slab : layout.slabs()) {
+    const size_t row = layout.row_bytes(layout.tensors[slab.tensor]);
+    for (const RowSpan& rows : cache.live(slab.tensor, 0, length)) {
+      const std::byte *at = cache.view().row(slab, rows.begin), *end = cache.view().row(slab, rows.end);
+      if (!std::all_of(at, end, [](std::byte b) { return b == std::byte{1}; }) || row == 0) return false;
     }
   }
   return true;
@@ -91,7 +100,7 @@ TEST(resident, "rows take in RAM what resident_bytes says, for every layout") {
     for (const int64_t rows : {0, 1, 64, 1001, 3000}) {
       const CacheMemory cache(layout, 3000);
       fill_with_noise(cache.view(), 0, rows, 1);
-      EXPECT(cache.committed_bytes() == resident_bytes(layout, rows));
+      EXPECT(cache.committed_bytes() == resident_bytes(layout, rows, 0, 1));
     }
   }
 }
@@ -104,7 +113,7 @@ TEST(regions, "slabs start on pages and do not overlap") {
     EXPECT(reinterpret_cast<uintptr_t>(view.tensors[i]) % page() == 0);
     if (i > 0) EXPECT(view.tensors[i] >= view.tensors[i - 1] + view.tensor_bytes(0));
   }
-  EXPECT(view.row(1, 1, 3) == view.tensors[1] + ((1 * view.capacity + 3) * 62) * 4);
+  EXPECT(view.row({1, 1}, 3) == view.tensors[1] + ((1 * view.capacity + 3) * 62) * 4);
 }
 
 TEST(release, "released rows give whole pages back and leave the others alone") {
@@ -115,14 +124,12 @@ TEST(release, "released rows give whole pages back and leave the others alone") 
   const size_t full = cache.committed_bytes();
   EXPECT(full == cache.reserved_bytes());
   cache.release(500);
-  const size_t row = view.layout.row_bytes(0);
+  const size_t row = view.layout.row_bytes(view.layout.tensors[0]);
   EXPECT(cache.committed_bytes() <= full - 6 * (static_cast<size_t>(all - 500) * row - page()));
-  for (int64_t i = 0; i < 2; ++i) {
-    for (int64_t head = 0; head < 3; ++head) {
-      for (int64_t at = 0; at < 500; ++at) {
-        const std::byte* data = view.row(i, head, at);
-        EXPECT(data[0] == std::byte{1} && data[row - 1] == std::byte{1});
-      }
+  for (const Slab& slab : view.layout.slabs()) {
+    for (int64_t at = 0; at < 500; ++at) {
+      const std::byte* data = view.row(slab, at);
+      EXPECT(data[0] == std::byte{1} && data[row - 1] == std::byte{1});
     }
   }
   cache.release(0);
@@ -153,9 +160,9 @@ TEST(fixed_rows, "rows that a model file fixes are the capacity, and cost nothin
     EXPECT(cache.reserved_bytes() ==
            static_cast<size_t>(rows) * static_cast<size_t>(layout.token_bytes()));
     fill_with_noise(cache.view(), 0, 1000, 1);
-    EXPECT(cache.committed_bytes() == resident_bytes(layout, 1000));
+    EXPECT(cache.committed_bytes() == resident_bytes(layout, 1000, 0, 1));
     cache.release(100);
-    EXPECT(cache.committed_bytes() == resident_bytes(layout, 100));
+    EXPECT(cache.committed_bytes() == resident_bytes(layout, 100, 0, 1));
     EXPECT(holds_noise(cache.view(), 0, 100, 1));
     EXPECT(CacheMemory(layout, rows, rows).view().capacity == rows);
   }
@@ -192,10 +199,10 @@ TEST(noise, "noise is the same for one seed, whatever type and capacity") {
     for (int64_t head = 0; head < 2; ++head) {
       for (int64_t row = 0; row < 64; ++row) {
         for (size_t i = 0; i < 62; ++i) {
-          const double value = half(a.view().row(tensor, head, row) + 2 * i);
-          EXPECT(value == single(b.view().row(tensor, head, row) + 4 * i));
+          const double value = half(a.view().row({tensor, head}, row) + 2 * i);
+          EXPECT(value == single(b.view().row({tensor, head}, row) + 4 * i));
           EXPECT(std::abs(value) >= 0.25 && std::abs(value) < 1);
-          different += value != half(other.view().row(tensor, head, row) + 2 * i);
+          different += value != half(other.view().row({tensor, head}, row) + 2 * i);
           sum += value;
           ++values;
         }
@@ -204,6 +211,78 @@ TEST(noise, "noise is the same for one seed, whatever type and capacity") {
   }
   EXPECT(different > values * 0.99);
   EXPECT(std::abs(sum / values) < 0.02);
+}
+
+TEST(windows, "at 32,768 tokens local layers take their windows, in the kernel's own accounting") {
+  // Five layers with a window of 512 for each that sees everything.
+  std::vector<FakeLayer> layers(12, {1, 64, 0, 512, 4});
+  layers[5] = layers[11] = {1, 128, 0, 0, 0};
+  const CacheLayout mixed = layout_of(CacheType::kFloat16, layers);
+  const int64_t length = 32768, chunk = 128;
+  const size_t global = 2 * 256 * 32768, sinks = page(),
+               local = to_whole_pages(128 * (512 + 512 + 128)) + page() + sinks;
+  const TemporaryDirectory directory;
+  for (const bool spilled : {false, true}) {
+    CacheMemory cache(mixed, length);
+    size_t most = 0;
+    for (int64_t at = 0; at < length; at += chunk) {
+      touch(cache.view(), at, at + chunk);
+      if (at % 1024 == 896) most = std::max(most, cache.committed_bytes());
+      cache.grow_to(at + chunk);
+      if (spilled && at == length / 2) cache.spill(directory.path(), at + chunk);
+    }
+    EXPECT(most <= (spilled ? global / 2 : global) + 10 * local);
+    EXPECT(cache.committed_bytes() <= (spilled ? global / 2 : global) + 10 * local);
+    if (!spilled) {
+      EXPECT(cache.committed_bytes() >= global + 10 * 128 * (512 + 512));
+      EXPECT(resident_bytes(mixed, length, 0, chunk) <= global + 10 * local);
+    }
+    EXPECT(cache.live_bytes(length) == global + 10 * 128 * (4 + 512 + 512));
+    EXPECT(holds_live(cache, length));
+  }
+}
+
+TEST(spill_windows, "a spill writes live rows only, its file keeps no others, and caches share them") {
+  if (written_bytes() < 0) return;  // the kernel does not count
+  const TemporaryDirectory directory;
+  for (const std::string& place : {directory.path(), std::string()}) {
+    for (const CacheLayout& layout : kMixed) {
+      CacheMemory cache(layout, 3000), child(layout, 3000);
+      int64_t length = 0;
+      for (const int64_t grown : {500, 501, 700, 1500, 2500}) {
+        touch(cache.view(), length, grown);
+        length = grown;
+        cache.grow_to(length);
+        const long long before = written_bytes();
+        cache.spill(place, length);
+        EXPECT(static_cast<uint64_t>(written_bytes() - before) <=
+               cache.live_bytes(length) + 4 * page() * layout.slabs().size());
+        EXPECT(cache.committed_bytes() == 0);
+        EXPECT(holds_live(cache, length));
+      }
+#if defined(SEEK_DATA)
+      const std::vector<Slab> slabs = layout.slabs();
+      for (size_t i = 0; i < slabs.size(); ++i) {
+        const CacheTensor& tensor = layout.tensors[slabs[i].tensor];
+        const size_t row = layout.row_bytes(tensor);
+        const size_t begin = to_whole_pages(row * static_cast<size_t>(tensor.sinks));
+        const size_t end =
+            row * static_cast<size_t>(cache.first_live()[slabs[i].tensor]) / page() * page();
+        if (begin >= end) continue;
+        const off_t data = lseek(cache.file()->file.get(),
+                                 static_cast<off_t>(cache.file()->slabs[i] + begin), SEEK_DATA);
+        EXPECT(data < 0 || static_cast<uint64_t>(data) >= cache.file()->slabs[i] + end);
+      }
+#endif
+      child.map(cache.file(), length, cache.first_live());
+      EXPECT(child.committed_bytes() == 0 && holds_live(child, length));
+      touch(child.view(), length, 3000);
+      child.grow_to(3000);
+      child.spill(place, 3000);
+      EXPECT(holds_live(child, 3000) && holds_live(cache, length));
+      EXPECT(child.first_live() != cache.first_live());
+    }
+  }
 }
 
 TEST(memory, "the process's memory grows by what is written") {
@@ -289,7 +368,7 @@ TEST(spilled_memory, "the rows of a spilled cache are no anonymous memory, read 
   EXPECT(memory_use().anonymous > before + (31 << 20));
   cache.spill(directory.path(), 1 << 17);
   EXPECT(memory_use().anonymous < before + (1 << 20));
-  EXPECT(cache.view().slab(1)[123456] == std::byte{1});
+  EXPECT(cache.view().row({1, 0}, 0)[123456] == std::byte{1});
   EXPECT(memory_use().anonymous < before + (1 << 20));
 }
 
@@ -298,7 +377,7 @@ TEST(respill, "what did not change since the last spill is not written again") {
   const TemporaryDirectory directory;
   const CacheLayout& layout = kLayouts[2];
   CacheMemory cache(layout, 3000);
-  const size_t slabs = static_cast<size_t>(layout.slabs());
+  const size_t slabs = layout.slabs().size();
   const auto spill = [&](int64_t length) {
     const long long before = written_bytes();
     cache.spill(directory.path(), length);
@@ -306,7 +385,7 @@ TEST(respill, "what did not change since the last spill is not written again") {
     return static_cast<size_t>(written_bytes() - before);
   };
   const auto pages = [&](int64_t begin, int64_t end) {  // that hold these rows
-    const size_t row = layout.row_bytes(0);
+    const size_t row = layout.row_bytes(layout.tensors[0]);
     return (row * static_cast<size_t>(end) + page() - 1) / page() -
            row * static_cast<size_t>(begin) / page();
   };
@@ -336,7 +415,7 @@ TEST(shared, "caches of one file share its pages, and none sees what another wri
     auto child = std::make_unique<CacheMemory>(kLayouts[2], 3000);
     fill_with_noise(parent.view(), 0, 2001, 1);
     parent.spill(place, 2001);
-    child->map(parent.file(), 2001);
+    child->map(parent.file(), 2001, parent.first_live());
     EXPECT(holds_noise(child->view(), 0, 2001, 1));
     // The parent goes back and on, in the page where the child's rows end and behind it.
     parent.release(1001);
@@ -401,13 +480,13 @@ TEST(mappings, "a spilled cache takes a handful of mappings, however many slabs 
     std::ifstream maps("/proc/self/maps");
     return std::count(std::istreambuf_iterator<char>(maps), {}, '\n');
   };
-  const CacheLayout layout{CacheType::kFloat16, 24, 2, 8, 64};
+  const CacheLayout layout = uniform_layout(CacheType::kFloat16, 24, 2, 8, 64);
   const auto before = mappings();
   if (before == 0) return;  // the kernel does not say
   CacheMemory parent(layout, 500), child(layout, 500);
   fill_with_noise(parent.view(), 0, 100, 1);
   parent.spill(directory.path(), 100);
-  child.map(parent.file(), 100);
+  child.map(parent.file(), 100, parent.first_live());
   EXPECT(mappings() <= before + 8);
   child.changed_from(100);
   fill_with_noise(child.view(), 100, 200, 2);
@@ -428,7 +507,7 @@ TEST(one_copy, "two caches of one file take the memory of one, and of the pages 
   const int64_t rows = 1 << 17;  // 32 MiB
   CacheMemory parent(layout(CacheType::kFloat16, 2, 1, 64), rows), child(parent.view().layout, rows);
   const auto is_touched = [&](const CacheMemory& cache) {
-    const std::byte* at = cache.view().slab(0);
+    const std::byte* at = cache.view().row({0, 0}, 0);
     return std::all_of(at, at + cache.reserved_bytes(), [](std::byte b) { return b == std::byte{1}; });
   };
   const auto pss = [] { return proc_number("/proc/self/smaps_rollup", "Pss:"); };  // KiB
@@ -436,13 +515,13 @@ TEST(one_copy, "two caches of one file take the memory of one, and of the pages 
   const uint64_t before = memory_use().anonymous;
   touch(parent.view(), 0, rows);
   parent.spill(directory.path(), rows);
-  child.map(parent.file(), rows);
+  child.map(parent.file(), rows, parent.first_live());
   EXPECT(is_touched(parent) && is_touched(child));
   EXPECT(memory_use().anonymous < before + (1 << 20));
   EXPECT(child.committed_bytes() == child.reserved_bytes());
   // A page counts half for each of the two places it is mapped at.
   if (pss_before >= 0) EXPECT(pss() > pss_before + (31 << 10) && pss() < pss_before + (35 << 10));
-  child.view().slab(1)[5] = std::byte{99};
+  child.view().row({1, 0}, 0)[5] = std::byte{99};
   EXPECT(memory_use().anonymous < before + (1 << 20));
   EXPECT(is_touched(parent) && !is_touched(child));
 }
@@ -502,7 +581,7 @@ TEST(no_mappings,
     } catch (const Error& error) {
       good += error.status() == EQKV_OUT_OF_MEMORY && std::strstr(error.what(), "cannot be mapped");
     }
-    reader.map(source.file(), 2000);
+    reader.map(source.file(), 2000, source.first_live());
     munmap(at, pages * page());
     good += !reader.file() && holds_noise(reader.view(), 0, 2000, 2);
     good += cache.committed_bytes() < cache.reserved_bytes() / 3 * 2;  // it was half-way

@@ -264,6 +264,8 @@ TEST(bad_text, "what is no description, is cut off or too long is refused") {
   for (int i = 0; i < 4097; ++i) layers += " a";
   refused(kinds + "pattern k0\n", "more than 64 kinds");
   refused(layers + "\n", "more than 4096 layers");
+  refused(replaced(replaced(layers, "heads 4", "heads 4096"), "kv_heads 1", "kv_heads 4096") + "\n",
+          "more than 1048576 kv_heads in all layers");
   refused(replaced(uniform(), "operator 2", "operator 2\nnote " + std::string(1 << 16, 'x')),
           "more than 65536 bytes");
   const std::string hostile = replaced(uniform(), "width 32", "width " + std::string(5000, '7'));

@@ -20,10 +20,6 @@ TEST(no_package, "a directory without a model file, or with two, is refused with
   write_file(directory / "model.pte", "x");
   EXPECT_ERROR(EQKV_BAD_PACKAGE, "holds both model.onnx and model.pte",
                describe_model(directory.path()));
-  EXPECT_ERROR(EQKV_BAD_PACKAGE, "holds both", open_model(directory.path(), {}));
-  EXPECT_ERROR(EQKV_BAD_PACKAGE, "holds both", pack_model(directory.path(), {}));
-  EXPECT_ERROR(EQKV_BAD_PACKAGE, "holds both", model_is_packed(directory.path(), {"", 0, "/tmp"}));
-  EXPECT(!model_is_packed(directory.path(), {}));
   EXPECT(unlink((directory / "model.onnx").c_str()) == 0);
   EXPECT_ERROR(EQKV_BAD_PACKAGE, directory / "model.pte", describe_model(directory.path()));
 }

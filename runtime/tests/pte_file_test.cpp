@@ -13,12 +13,12 @@
 #include <utility>
 #include <vector>
 
+#include "descriptions.h"
 #include "engines/executorch/model_file.h"
 #include "temporary.h"
 #include "test.h"
 
 using namespace edge_qkv;
-using et::PteFile;
 using test::TemporaryDirectory;
 using test::write_file;
 
@@ -154,7 +154,7 @@ std::string program(const Methods& methods, Places* places = nullptr) {
 }
 
 std::string sound(Places* places = nullptr) {
-  return program({{"forward", ""}, {"foreign", "x"}, {"edge_qkv.empty", ""}, {"edge_qkv.layers", "22"}},
+  return program({{"forward", ""}, {"foreign", "x"}, {kFingerprintKey, ""}, {kDescriptionKey, "22"}},
                  places);
 }
 
@@ -165,7 +165,7 @@ size_t vtable(const std::string& bytes, const Places& at, const std::string& tab
   return at.at(table) - static_cast<size_t>(back);
 }
 
-PteFile read(const std::string& content) {
+FileMetadata read(const std::string& content) {
   const TemporaryDirectory directory;
   write_file(directory / "model.pte", content);
   return et::read_pte_file(directory / "model.pte");
@@ -175,93 +175,54 @@ void refused(const std::string& content, const std::string& words) {
   EXPECT_ERROR(EQKV_BAD_PACKAGE, words, read(content));
 }
 
-Methods described() {
-  Methods methods = {{"forward", ""}};
-  for (const auto& [key, value] : Methods{{"format", "2"},
-                                          {"vocab_size", "260"},
-                                          {"max_positions", "96"},
-                                          {"layers", "2"},
-                                          {"width", "32"},
-                                          {"heads", "4"},
-                                          {"kv_heads", "1"},
-                                          {"head_dim", "8"},
-                                          {"caches", "1"},
-                                          {"cache_type", "fp16"},
-                                          {"window", "0"},
-                                          {"sinks", "0"},
-                                          {"positions", "rotary-conjugate"},
-                                          {"rotary_dim", "8"},
-                                          {"rotary_base", "10000.0"},
-                                          {"mlp_width", "48"},
-                                          {"mlp_matrices", "3"},
-                                          {"weight_bits", "4"},
-                                          {"block_size", "32"},
-                                          {"matrix_bytes", "1000"},
-                                          {"table_bytes", "2000"},
-                                          {"fingerprint", std::string(64, 'a')},
-                                          {"cache_rows", "128"},
-                                          {"prefill_chunk", "64"},
-                                          {"operator", "1"}}) {
-    methods.emplace_back("edge_qkv." + key, value);
-  }
-  return methods;
+std::string fixed(const std::string& text) {
+  return test::replaced(test::replaced(text, "cache_rows 0", "cache_rows 128"), "prefill_chunk 0",
+                        "prefill_chunk 64");
 }
 
-ModelDescription describe(const Methods& methods) {
+Methods described(const std::string& text) {
+  return {{"forward", ""}, {kDescriptionKey, text}, {kFingerprintKey, std::string(64, 'a')}};
+}
+
+ModelInfo describe(const Methods& methods) {
   const TemporaryDirectory directory;
   write_file(directory / "model.pte", program(methods));
   return et::describe_pte(directory / "model.pte");
-}
-
-Methods with(const std::string& key, const std::string& value) {
-  Methods methods = described();
-  for (auto& [name, text] : methods) {
-    if (name == "edge_qkv." + key) text = value;
-  }
-  return methods;
 }
 
 }  // namespace
 
 TEST(pte_metadata,
      "what our methods of an ExecuTorch program return is read, and nothing of the others") {
-  const PteFile found = read(sound());
-  EXPECT(found.metadata.size() == 2);
-  EXPECT(found.metadata.at("layers") == "22" && found.metadata.at("empty").empty());
+  const FileMetadata found = read(sound());
+  EXPECT(found.texts.size() == 2);
+  EXPECT(found.texts.at(kDescriptionKey) == "22" && found.texts.at(kFingerprintKey).empty());
   EXPECT(found.bytes == sound().size());
 }
 
 TEST(pte_description, "an ExecuTorch program is described as an ONNX model is, with its fixed sizes") {
-  const ModelDescription model = describe(described());
-  EXPECT(std::string(model.info.engine) == "executorch");
-  EXPECT(model.info.cache.layers == 2 && model.info.cache.type == CacheType::kFloat16);
-  EXPECT(model.info.positions == Positions::kRotaryConjugate && model.info.rotary_base == 10000);
-  EXPECT(model.info.cache_rows == 128 && model.info.prefill_chunk == 64);
-  EXPECT(model.plan.weight_bytes == program(described()).size());
-  EXPECT(model.plan.weight_bits == 4 && model.plan.matrix_bytes == 1000);
+  const Methods methods = described(fixed(test::local_and_global()));
+  const ModelInfo info = describe(methods);
+  EXPECT(std::string(info.engine) == "executorch" && info.fingerprint == std::string(64, 'a'));
+  EXPECT(info.file_bytes == program(methods).size());
+  EXPECT(info.description.layers() == 6 && info.layout.tensors.size() == 6);
+  EXPECT(info.description.cache_rows == 128 && info.description.prefill_chunk == 64);
 }
 
-TEST(pte_missing_keys, "each key that an ExecuTorch program lacks is named") {
-  for (size_t i = 1; i < described().size(); ++i) {
-    Methods methods = described();
+TEST(pte_bad_description,
+     "a text that an ExecuTorch program lacks is named, and sizes that it must fix") {
+  for (size_t i = 1; i < 3; ++i) {
+    Methods methods = described(fixed(test::uniform()));
     const std::string key = methods[i].first;
     methods.erase(methods.begin() + static_cast<std::ptrdiff_t>(i));
-    EXPECT_ERROR(EQKV_BAD_PACKAGE, "it has no metadata " + key + ".", describe(methods));
+    EXPECT_ERROR(EQKV_BAD_PACKAGE, "it has no metadata " + key + ";", describe(methods));
   }
-}
-
-TEST(pte_bad_values, "an ExecuTorch program's sizes out of range and other versions are refused") {
-  for (const char* rows : {"95", "0", "-1", "2147483649", "99999999999999999999", "many"}) {
-    EXPECT_ERROR(EQKV_BAD_PACKAGE, "edge_qkv.cache_rows is", describe(with("cache_rows", rows)));
+  for (const char* line : {"cache_rows 128", "prefill_chunk 64"}) {
+    const std::string name = std::string(line).substr(0, std::string(line).find(' '));
+    EXPECT_ERROR(EQKV_BAD_PACKAGE, "which a program fixes",
+                 describe(described(test::replaced(fixed(test::uniform()), line, name + " 0"))));
   }
-  for (const char* chunk : {"0", "-1", "1048577", "64 "}) {
-    EXPECT_ERROR(EQKV_BAD_PACKAGE, "edge_qkv.prefill_chunk is", describe(with("prefill_chunk", chunk)));
-  }
-  EXPECT_ERROR(EQKV_BAD_PACKAGE, "newer edge-qkv (operator 2, this one reads 1)",
-               describe(with("operator", "2")));
-  EXPECT_ERROR(EQKV_BAD_PACKAGE, "newer edge-qkv (format 3, this one reads 2)",
-               describe(with("format", "3")));
-  EXPECT_ERROR(EQKV_BAD_PACKAGE, "older edge-qkv", describe(with("format", "1")));
+  EXPECT_ERROR(EQKV_BAD_PACKAGE, "older edge-qkv", describe(described("format 2\n")));
 }
 
 TEST(pte_truncated, "cut at any byte, an ExecuTorch program is refused") {
@@ -269,7 +230,7 @@ TEST(pte_truncated, "cut at any byte, an ExecuTorch program is refused") {
   for (size_t length = 0; length < whole.size(); ++length) {
     refused(whole.substr(0, length), "is not a whole ExecuTorch program");
   }
-  EXPECT(read(whole + "more").metadata.size() == 2);  // what follows the weights is nobody's
+  EXPECT(read(whole + "more").texts.size() == 2);  // what follows the weights is nobody's
 }
 
 TEST(pte_flipped, "any flipped bit of an ExecuTorch program gives an answer or one sentence") {
@@ -280,7 +241,7 @@ TEST(pte_flipped, "any flipped bit of an ExecuTorch program gives an answer or o
     damaged[bit / 8] = static_cast<char>(damaged[bit / 8] ^ (1 << bit % 8));
     write_file(directory / "model.pte", damaged);
     try {
-      EXPECT(et::read_pte_file(directory / "model.pte").metadata.size() <= 3);
+      EXPECT(et::read_pte_file(directory / "model.pte").texts.size() <= 2);
     } catch (const Error& error) {
       EXPECT(error.status() == EQKV_BAD_PACKAGE);
       EXPECT(std::string(error.what()).find("export the model again.") != std::string::npos);
@@ -304,7 +265,7 @@ TEST(pte_damaged,
     }
     write_file(directory / "model.pte", damaged);
     try {
-      EXPECT(et::read_pte_file(directory / "model.pte").metadata.size() <= 3);
+      EXPECT(et::read_pte_file(directory / "model.pte").texts.size() <= 2);
     } catch (const Error& error) {
       EXPECT(error.status() == EQKV_BAD_PACKAGE);
     }
@@ -330,7 +291,7 @@ TEST(pte_header, "an ExecuTorch program's header that lies is refused") {
   }
   // No weights: what is left says so.
   const std::string none = with_long(with_long(whole, kSegmentBase, 0), kSegmentBytes, 0);
-  EXPECT(read(none.substr(0, program_bytes)).metadata.at("layers") == "22");
+  EXPECT(read(none.substr(0, program_bytes)).texts.at(kDescriptionKey) == "22");
 }
 
 TEST(pte_offsets, "offsets of an ExecuTorch program that lead outside or at themselves are refused") {
@@ -379,7 +340,7 @@ TEST(pte_vtables,
   }
   // Two tables that share a vtable are what every writer makes.
   const uint32_t shared = static_cast<uint32_t>(at["value"] - vtable(whole, at, "program"));
-  EXPECT(read(with(whole, at["value"], shared)).metadata.at("layers") == "22");
+  EXPECT(read(with(whole, at["value"], shared)).texts.at(kDescriptionKey) == "22");
 }
 
 TEST(pte_lengths, "lengths of an ExecuTorch program's vectors and texts that lie are refused") {
@@ -401,7 +362,7 @@ TEST(pte_lengths, "lengths of an ExecuTorch program's vectors and texts that lie
     refused(with(whole, at["type"], type), "returns no text");
   }
   for (const char* length : {"name length", "text length"}) {
-    for (const uint32_t huge : {4097u, 0x7fffffffu, 0xffffffffu}) {
+    for (const uint32_t huge : {65537u, 0x7fffffffu, 0xffffffffu}) {
       refused(with(whole, at[length], huge), "text is too long");
     }
     refused(with(whole, at[length], 1), "no valid end");  // no zero behind it
@@ -432,12 +393,16 @@ TEST(pte_calls, "an ExecuTorch program that calls what it does not name, or jump
 
 TEST(pte_methods, "an ExecuTorch program without forward, or with a method twice, is refused") {
   refused(program({}), "no method forward");
-  refused(program({{"edge_qkv.layers", "22"}, {"Forward", ""}}), "no method forward");
-  refused(program({{"forward", ""}, {"edge_qkv.a", "1"}, {"edge_qkv.a", "2"}}), "the same name");
+  refused(program({{kDescriptionKey, "22"}, {"Forward", ""}}), "no method forward");
+  refused(program({{"forward", ""}, {kDescriptionKey, "1"}, {kDescriptionKey, "2"}}), "the same name");
   refused(program({{"forward", ""}, {"forward", ""}}), "the same name");
   Methods many(2000, {"forward", ""});
   refused(program(many), "too many methods");
-  refused(program({{"forward", ""}, {"edge_qkv.a", std::string(5000, 'x')}}), "too long");
+  refused(program({{"forward", ""}, {std::string(5000, 'x'), ""}}), "too long");
+  refused(program({{"forward", ""}, {kDescriptionKey, std::string(65537, 'x')}}), "too long");
+  const std::string longest(65536, 'x');
+  EXPECT(read(program({{"forward", ""}, {kDescriptionKey, longest}})).texts.at(kDescriptionKey) ==
+         longest);
 }
 
 TEST(pte_absurd, "a terabyte of weights without blocks is described at once, of program is refused") {

@@ -27,7 +27,7 @@ using namespace edge_qkv::test;
 
 namespace {
 
-constexpr size_t kHeader = 256;
+constexpr size_t kHeader = 256, kLine = 48;
 
 std::function<void()> before_flock;  // called once, before the next flock
 
@@ -78,7 +78,10 @@ struct Saved {
       const uint64_t result = sum.value();
       std::memcpy(changed.data() + at, &result, sizeof result);
     };
-    if (offset >= kHeader) sum_to(240, changed.data() + kHeader, changed.size() - kHeader);
+    if (offset >= kHeader) {
+      sum_to(152, changed.data() + kHeader, kLine * field(56));
+      sum_to(240, changed.data() + kHeader, changed.size() - kHeader);
+    }
     sum_to(248, changed.data(), 248);
     return changed;
   }
@@ -154,29 +157,32 @@ TEST(checksum, "the checksum is XXH64") {
 }
 
 TEST(round_trip, "a restored session goes on exactly as the saved one, for every cache layout") {
-  for (const CacheLayout& layout : kLayouts) {
+  for (const CacheLayout& layout : all_layouts()) {
     for (const size_t count : {size_t{1}, size_t{64}, size_t{300}}) {
       Saved saved(layout, count);
-      // In a session with another capacity too.
-      Session larger(saved.model, {1000, 7});
-      for (Session* session : {&saved.target, &larger}) {
+      // In sessions with another capacity and margin too.
+      Session larger(saved.model, {1000, 7}), short_margin(saved.model, {1000, 9, {}, 1}),
+          long_margin(saved.model, {600, 50, {}, 600});
+      for (Session* session : {&saved.target, &larger, &short_margin, &long_margin}) {
         session->restore(saved.path);
         EXPECT(session->tokens() == saved.session.tokens());
         EXPECT(std::equal(session->logits(), session->logits() + kVocab, saved.session.logits()));
       }
-      Session plain(saved.model, {1000, 7});
+      Session plain(saved.model, {1000, 7, {}, 1000});
       std::vector<int32_t> tokens = some_tokens(count);
-      tokens.insert(tokens.end(), 700, 3);
+      tokens.insert(tokens.end(), 300, 3);
       plain.evaluate(tokens.data(), tokens.size(), nullptr);
-      larger.evaluate(tokens.data() + count, 700, nullptr);
-      EXPECT(std::equal(larger.logits(), larger.logits() + kVocab, plain.logits()));
+      for (Session* session : {&larger, &short_margin, &long_margin}) {
+        session->evaluate(tokens.data() + count, 300, nullptr);
+        EXPECT(std::equal(session->logits(), session->logits() + kVocab, plain.logits()));
+      }
     }
   }
 }
 
 TEST(other_rows, "a snapshot does not depend on how many rows a model file fixes") {
   const int64_t page = static_cast<int64_t>(page_bytes());
-  for (const CacheLayout& layout : kLayouts) {
+  for (const CacheLayout& layout : all_layouts()) {
     const Saved saved(layout);
     const std::vector<int32_t> more = some_tokens(100);
     Session plain(saved.model, {300, 64});
@@ -208,25 +214,91 @@ TEST(without_logits, "a session without logits is saved without them") {
 }
 
 TEST(other_pages, "a snapshot of a system with other pages is mapped where they fit, else read") {
-  Saved saved;
-  for (const uint64_t alignment : {uint64_t{64}, uint64_t{512}, uint64_t{65536}, uint64_t{1} << 20}) {
-    save_snapshot(saved.path, saved.model->info(), saved.session.cache().view(), saved.session.tokens(),
-                  saved.session.logits(), alignment);
-    saved.target.restore(saved.path);
-    EXPECT((saved.target.cache().file() != nullptr) == (alignment % page_bytes() == 0));
-    Session plain(saved.model, {300, 64});
+  for (const CacheLayout& layout : {kLayouts[4], kMixed[0], kMixed[1], kMixed[2], kMixed[4]}) {
+    Saved saved(layout);
     std::vector<int32_t> tokens = some_tokens(150);
     tokens.push_back(1);
+    Session plain(saved.model, {300, 64});
     plain.evaluate(tokens.data(), tokens.size(), nullptr);
-    saved.target.evaluate(tokens.data() + 150, 1, nullptr);
-    EXPECT(std::equal(plain.logits(), plain.logits() + kVocab, saved.target.logits()));
+    for (const uint64_t alignment : {uint64_t{64}, uint64_t{512}, uint64_t{65536}, uint64_t{1} << 20}) {
+      save_snapshot(saved.path, saved.model->info(), saved.session.cache(), saved.session.tokens(),
+                    saved.session.logits(), alignment);
+      saved.target.restore(saved.path);
+      EXPECT((saved.target.cache().file() != nullptr) == (alignment % page_bytes() == 0));
+      EXPECT(saved.target.cache().first_live() == saved.session.cache().first_live());
+      saved.target.evaluate(tokens.data() + 150, 1, nullptr);
+      EXPECT(std::equal(plain.logits(), plain.logits() + kVocab, saved.target.logits()));
+    }
+  }
+}
+
+TEST(only_live, "only live rows are in a snapshot, where snapshot.md says that they are") {
+  const TemporaryDirectory directory;
+  FakeModel model(layout_of(CacheType::kFloat16, {{1, 64, 0, 512, 4}, {2, 10, 0, 0, 0}}));
+  CacheMemory cache(model.info().layout, 3000);
+  fill_with_noise(cache.view(), 0, 3000, 1);
+  cache.grow_to(3000);
+  EXPECT((cache.first_live() == std::vector<int64_t>{1976, 0}));
+  save_snapshot(directory / "snapshot", model.info(), cache, std::vector<int32_t>(3000, 1), nullptr,
+                4096);
+  const std::string file = read_file(directory / "snapshot");
+  const size_t rows = 16384;  // behind a header, two lines and 3000 tokens
+  const auto holds = [&](size_t at, const Slab& slab, int64_t first, int64_t last) {
+    const size_t row = cache.view().layout.row_bytes(cache.view().layout.tensors[slab.tensor]);
+    return std::memcmp(file.data() + at, cache.view().row(slab, first),
+                       row * static_cast<size_t>(last - first)) == 0;
+  };
+  EXPECT(holds(rows, {0, 0}, 0, 4) && holds(rows + 7168, {0, 0}, 1976, 3000));
+  EXPECT(holds(rows + 139264, {1, 0}, 0, 3000) && holds(rows + 139264 + 61440, {1, 1}, 0, 3000));
+  EXPECT(file.size() == rows + 139264 + 2 * 61440);
+  const auto zeros = [&](size_t begin, size_t end) {
+    return std::all_of(file.begin() + static_cast<std::ptrdiff_t>(begin),
+                       file.begin() + static_cast<std::ptrdiff_t>(end), [](char c) { return c == 0; });
+  };
+  EXPECT(zeros(rows + 512, rows + 7168) && zeros(rows + 138240, rows + 139264));
+}
+
+TEST(table, "a table that no snapshot of this model has is refused, however well the checksums fit") {
+  for (const CacheLayout& layout : {kMixed[0], kMixed[2]}) {
+    Saved saved(layout);
+    for (size_t line = 0; line < layout.tensors.size(); ++line) {
+      const size_t at = kHeader + line * kLine;
+      for (size_t number = 0; number < 4; ++number) {
+        uint32_t value;
+        std::memcpy(&value, saved.bytes.data() + at + 4 * number, sizeof value);
+        for (const uint32_t other : {value + 1, value ^ 1, ~value, value ^ (1u << 31)}) {
+          EXPECT(says(refusal(saved, saved.with(at + 4 * number, other)), "another cache layout"));
+        }
+      }
+      for (size_t number = 16; number < 40; number += 8) {
+        const uint64_t value = saved.field(at + number);
+        for (const uint64_t other : {value + 1, ~value, value ^ (uint64_t{1} << 63)}) {
+          EXPECT(says(refusal(saved, saved.with(at + number, other)), "another cache layout"));
+        }
+      }
+      // A first live row that no session has, or another one than the sizes say.
+      const CacheTensor& tensor = layout.tensors[line];
+      for (uint64_t other = 1; other < 160; ++other) {
+        const int64_t first = static_cast<int64_t>(other);
+        if (tensor.window > 0 && first > tensor.sinks && first <= 150 - tensor.window + 1) continue;
+        EXPECT(says(refusal(saved, saved.with(at + 40, other)), "are not in it"));
+      }
+      if (layout.row_bytes(tensor) > 100) {  // else it is in the page of the other
+        EXPECT(says(refusal(saved, saved.with(at + 40, uint64_t{0})), "contradict") ==
+               (saved.field(at + 40) > 0));
+      }
+      for (const uint64_t other : {~uint64_t{0}, uint64_t{1} << 63, uint64_t{1} << 62}) {
+        EXPECT(says(refusal(saved, saved.with(at + 40, other)), "are not in it"));
+      }
+    }
+    EXPECT(saved.restore(saved.with(kHeader, saved.bytes[kHeader])) == EQKV_OK);
   }
 }
 
 TEST(mapped,
      "restored rows are mapped: no page of them is in RAM, and none becomes anonymous when read") {
   const TemporaryDirectory directory;
-  const CacheLayout layout{CacheType::kFloat16, 4, 1, 1, 4096};
+  const CacheLayout layout = uniform_layout(CacheType::kFloat16, 4, 1, 1, 4096);
   const auto model = std::make_shared<FakeModel>(layout);
   Session session(model, {1000, 0}), other(model, {1000, 0});
   session.fill(1000, 1);
@@ -234,9 +306,9 @@ TEST(mapped,
   const uint64_t before = memory_use().anonymous;
   other.restore(directory / "snapshot");
   EXPECT(other.cache().committed_bytes() == 0);
-  for (int64_t slab = 0; slab < layout.slabs(); ++slab) {
-    EXPECT(std::memcmp(other.cache().view().slab(slab), session.cache().view().slab(slab),
-                       layout.row_bytes(0) * 1000) == 0);
+  for (const Slab& slab : layout.slabs()) {
+    EXPECT(std::memcmp(other.cache().view().row(slab, 0), session.cache().view().row(slab, 0),
+                       layout.row_bytes(layout.tensors[0]) * 1000) == 0);
   }
   EXPECT(memory_use().anonymous < before + (4 << 20));
 }
@@ -259,15 +331,18 @@ TEST(save_over, "saving over a snapshot does not disturb the sessions that were 
 }
 
 TEST(flipped, "a flipped bit is refused, wherever it is") {
-  Saved saved(kLayouts[3], 40);
-  std::string file = saved.bytes;
-  for (size_t at = 0; at < file.size(); at += at < kHeader + 256 ? 1 : 13) {
-    const char flip = static_cast<char>(1 << at % 8);
-    file[at] ^= flip;
-    EXPECT(saved.restore(file) == EQKV_BAD_SNAPSHOT);
-    file[at] ^= flip;
+  for (const CacheLayout& layout : {kLayouts[3], kMixed[0]}) {
+    Saved saved(layout, 60);
+    std::string file = saved.bytes;
+    const size_t step = layout.tensors[0].window > 0 ? 997 : 13;
+    for (size_t at = 0; at < file.size(); at += at < kHeader + 512 ? 1 : step) {
+      const char flip = static_cast<char>(1 << at % 8);
+      file[at] ^= flip;
+      EXPECT(saved.restore(file) == EQKV_BAD_SNAPSHOT);
+      file[at] ^= flip;
+    }
+    EXPECT(saved.restore(file) == EQKV_OK);
   }
-  EXPECT(saved.restore(file) == EQKV_OK);
 }
 
 TEST(truncated,
@@ -288,7 +363,7 @@ TEST(truncated,
 TEST(sizes, "sizes that no snapshot has are refused, however well the checksums fit") {
   Saved saved;
   constexpr uint64_t kAll = std::numeric_limits<uint64_t>::max();
-  for (const size_t at : {16, 24, 32, 40, 56, 64, 72, 80, 152, 160}) {
+  for (const size_t at : {16, 24, 32, 40, 56, 128, 136, 144, 152}) {
     const uint64_t value = saved.field(at);
     std::set<uint64_t> attacks = {0,           1,    value - 1, value + 1, value * 2,
                                   value << 32, kAll, kAll - 1,  kAll / 2};
@@ -303,7 +378,7 @@ TEST(sizes, "sizes that no snapshot has are refused, however well the checksums 
       EXPECT(saved.restore(saved.with(at, attack)) == EQKV_BAD_SNAPSHOT);
     }
   }
-  for (size_t at = 168; at < 240; ++at) {
+  for (size_t at = 160; at < 240; ++at) {
     EXPECT(saved.restore(saved.with(at, char{1})) == EQKV_BAD_SNAPSHOT);
   }
   Saved longer;
@@ -315,28 +390,30 @@ TEST(sizes, "sizes that no snapshot has are refused, however well the checksums 
 
 TEST(foreign, "what a snapshot is not of is said in so many words") {
   Saved saved;
-  EXPECT(says(refusal(saved, saved.with(12, uint32_t{2})), "newer version"));
+  EXPECT(says(refusal(saved, saved.with(12, uint32_t{3})), "newer version"));
+  EXPECT(says(refusal(saved, saved.with(12, uint32_t{1})), "older version"));
   EXPECT(says(refusal(saved, saved.with(12, uint32_t{0})), "header is damaged"));
   EXPECT(says(refusal(saved, saved.with(12, uint32_t{0x04030201})), "newer version"));
-  EXPECT(says(refusal(saved, saved.with(88, 'b')), "another model"));
-  EXPECT(says(refusal(saved, saved.with(48, uint32_t{1})), "(fp16, 2 layers, 2 caches, 2 kv heads"));
+  EXPECT(says(refusal(saved, saved.with(64, 'b')), "another model"));
+  EXPECT(says(refusal(saved, saved.with(48, uint32_t{1})), "(fp16, 2 key of 2 x 21, 2 value of"));
   EXPECT(says(refusal(saved, saved.with(48, uint32_t{77})), "type 77"));
   EXPECT(says(refusal(saved, std::string(5000, 'x')), "is not a snapshot"));
   for (const int32_t token : {-1, static_cast<int32_t>(kVocab), 1 << 30}) {
-    EXPECT(says(refusal(saved, saved.with(kHeader + 4 * 149, token)), "vocabulary"));
+    EXPECT(says(refusal(saved, saved.with(saved.field(128) + 4 * 149, token)), "vocabulary"));
   }
   // All numbers of the header in the other order.
   std::string swapped = saved.bytes;
   for (const size_t at : {8, 12, 48, 52}) std::reverse(swapped.begin() + at, swapped.begin() + at + 4);
-  for (const size_t at : {16, 24, 32, 40, 56, 64, 72, 80, 152, 160, 240, 248}) {
+  for (const size_t at : {16, 24, 32, 40, 56, 128, 136, 144, 152, 240, 248}) {
     std::reverse(swapped.begin() + at, swapped.begin() + at + 8);
   }
   EXPECT(says(refusal(saved, swapped), "other byte order"));
 
   const auto another = std::make_shared<FakeModel>(kLayouts[4], 'c');
   EXPECT_ERROR(EQKV_BAD_SNAPSHOT, "another model", Session(another, {300, 64}).restore(saved.path));
-  for (const CacheLayout& layout : kLayouts) {
-    if (&layout == &kLayouts[4]) continue;
+  for (size_t i = 0; i < all_layouts().size(); ++i) {
+    if (i == 4) continue;
+    const CacheLayout layout = all_layouts()[i];
     Session session(std::make_shared<FakeModel>(layout), {300, 64});
     EXPECT_ERROR(EQKV_BAD_SNAPSHOT, "another cache layout", session.restore(saved.path));
   }

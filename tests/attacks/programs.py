@@ -7,11 +7,13 @@ own serialiser. `ATTACKS` names them; `written` makes the files.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from edge_qkv.description import DESCRIPTION, FINGERPRINT
 from edge_qkv.export import operator
 
 sys.setrecursionlimit(max(sys.getrecursionlimit(), 5000))  # programs are nested, and copied as such
@@ -21,7 +23,7 @@ Attack = Callable[[Program], None]
 
 # Places of the arguments in a call of our operator; its output comes last, twice.
 ARGUMENTS = {name: place for place, name in enumerate((*operator.INPUTS, *operator.ATTRIBUTES))}
-_ATTENTION = "edge_qkv::unified_kv_attention"
+_ATTENTION, _READ_ATTENTION = "edge_qkv::unified_kv_attention", "edge_qkv::unified_kv_read_attention"
 
 
 def forward(program: Program) -> Any:
@@ -45,15 +47,34 @@ def _add(plan: Any, value: Any) -> int:
     return len(plan.values) - 1
 
 
+def _text(name: str, change: Callable[[str], str]) -> Attack:
+    """Another of the two texts by which a program describes itself."""
+
+    def attack(program: Program) -> None:
+        plan = next(plan for plan in program.execution_plan if plan.name == name)
+        value = plan.values[plan.outputs[0]].val
+        value.string_val = change(value.string_val)
+
+    return attack
+
+
 def _described(**facts: str) -> Attack:
     """Another description than that of the program."""
 
-    def attack(program: Program) -> None:
-        for plan in program.execution_plan:
-            if plan.name.removeprefix("edge_qkv.") in facts:
-                plan.values[plan.outputs[0]].val.string_val = facts[plan.name.removeprefix("edge_qkv.")]
+    def change(text: str) -> str:
+        for name, value in facts.items():
+            text, count = re.subn(rf"^{name} .*$", f"{name} {value}", text, flags=re.MULTILINE)
+            assert count == 1, name
+        return text
 
-    return attack
+    return _text(DESCRIPTION, change)
+
+
+def _read_by_the_second(text: str) -> str:
+    """The description with a second layer that reads the rows of the first."""
+    kind = text[text.index("kind layer") : text.index("pattern")]
+    late = kind.replace("kind layer", "kind late").replace("rows unified", "rows of layer")
+    return text.replace(kind, kind + late).replace("pattern layer layer", "pattern layer late")
 
 
 def _on(find: Callable[[Any], Any], change: Callable[[Any], None] | None = None, **fields: Any) -> Attack:
@@ -168,6 +189,29 @@ def _other(name: str, other: str) -> Attack:
     return _argument(name, lambda _, call: call.args[ARGUMENTS[other]])
 
 
+def _key_weight(values: int) -> Attack:
+    """A key weight of so many values, which is a table's in the program."""
+    return _all(_argument("key_weight", lambda _, call: call.args[ARGUMENTS["cos"]]),
+                _tensor_argument("key_weight", sizes=[values], dim_order=[0]))  # fmt: skip
+
+
+def _reads(program: Program) -> None:
+    """The first attention reads rows, as if an earlier layer had written them, and writes none."""
+    from executorch.exir.schema import Operator
+
+    plan = forward(program)
+    call = _attention(plan)
+    plan.operators.append(Operator(_READ_ATTENTION, "out"))
+    call.op_index = len(plan.operators) - 1
+    for name in ("value", "kv"):
+        del call.args[ARGUMENTS[name]]
+
+
+def _read_by_name(program: Program) -> None:
+    """The operator of all attentions is the one that reads, with the arguments of the one that writes."""
+    next(o for o in forward(program).operators if o.name == _ATTENTION).name = _READ_ATTENTION
+
+
 def _output_in(find: Callable[[Any, Any], int]) -> Attack:
     """The first attention writes to another value of the program."""
 
@@ -268,11 +312,30 @@ def attacks() -> dict[str, Attack]:
         "more positions": {"max_positions": "100000", "cache_rows": "102400"},
         "more kv heads": {"kv_heads": "2"},
         "another head": {"head_dim": "16"},
-        "more layers": {"layers": "3"},
-        "fewer layers": {"layers": "1"},
-        "another type of cache": {"cache_type": "fp32"},
-        "an int8 cache": {"cache_type": "int8"},
-        "separate values": {"caches": "2"},
+        "more layers": {"pattern": "layer layer layer"},
+        "fewer layers": {"pattern": "layer"},
+        "another type of cache": {"cache": "fp32"},
+        "an int8 cache": {"cache": "int8"},
+        "separate values": {"rows": "separate"},
+        "a kind that there is not": {"pattern": "layer late"},
+        "rows of no kind": {"rows": "of late"},
+        "rows of its own kind": {"rows": "of layer"},
+        "another format": {"format": "2"},
+        "another operator": {"operator": "1"},
+        "frequencies of another rotation": {"frequencies": "1.0 0.1"},
+        "a frequency that is none": {"frequencies": "1.0 0.1 0.01 nan"},
+        "no weights": {"weight_bits": "0"},
+    }
+    texts = {
+        "a layer that reads the rows of another": _text(DESCRIPTION, _read_by_the_second),
+        "no description": _text(DESCRIPTION, lambda _: ""),
+        "a description that is cut off": _text(DESCRIPTION, lambda text: text[: text.index("pattern")]),
+        "a description without a line's end": _text(DESCRIPTION, lambda text: text.rstrip("\n")),
+        "a description of 1 MB": _text(DESCRIPTION, lambda text: "x 1\n" * (1 << 18) + text),
+        "a description with other characters": _text(DESCRIPTION, lambda text: text.replace("layer", "l\xe4yer")),
+        "a description with a zero": _text(DESCRIPTION, lambda text: text.replace("kind", "\0kind")),
+        "a fingerprint that is none": _text(FINGERPRINT, lambda _: "g" * 64),
+        "a short fingerprint": _text(FINGERPRINT, lambda text: text[1:]),
     }
     tensors = {
         "ids of another type": _input(0, scalar_type=kinds["INT"]),
@@ -316,10 +379,27 @@ def attacks() -> dict[str, Attack]:
     operators = {
         **{
             f"{name} {value}": _attribute(name, _int(value))
-            for name in ("num_heads", "kv_heads", "rotary_dim", "window", "sinks")
+            for name in ("num_heads", "kv_heads", "rotary_dim", "rotary_offset", "value_dim", "window", "sinks")
             for value in (-1, 3, 1 << 31, 1 << 62)
             if (name, value) != ("window", 3)
         },
+        "value_dim 0": _attribute("value_dim", _int(0)),
+        "values wider than their rows": _attribute("value_dim", _int(16)),
+        "values narrower than the program has them": _all(
+            _attribute("rotary", _string("on_read")), _attribute("value_dim", _int(4))
+        ),
+        "values that hold half of the rotated": _attribute("value_dim", _int(4)),
+        "a rotation that ends outside the row": _attribute("rotary_offset", _int(2)),
+        "a key weight of rotated rows": _key_weight(8),
+        "a key weight of another width": _all(_attribute("rotary", _string("on_read")), _key_weight(4)),
+        "a key weight longer than its constant": _all(_attribute("rotary", _string("on_read")), _key_weight(1 << 20)),
+        "a key weight of two dimensions": _other("key_weight", "cos"),
+        "a key weight that is a cache": _other("key_weight", "cache"),
+        "rows that nobody wrote": _reads,
+        "the operator that reads, with rows to write": _read_by_name,
+        "reading from what is no cache": _all(_other("cache", "query"), _reads),
+        "reading from a constant": _all(_argument("cache", _constant_cache), _reads),
+        "reading separate values that are not there": _all(_other("value_cache", "query"), _reads),
         "scale nan": _attribute("scale", _double(float("nan"))),
         "scale inf": _attribute("scale", _double(float("inf"))),
         "scale of another type": _attribute("scale", _int(1)),
@@ -381,7 +461,7 @@ def attacks() -> dict[str, Attack]:
         "1000 buffers": _on(lambda plan: plan, non_const_buffer_sizes=[0] + [112576] * 1000),
         "an attention less": _plan(_drop_attention),
     }
-    return {name: _described(**facts) for name, facts in description.items()} | tensors | operators
+    return {name: _described(**facts) for name, facts in description.items()} | texts | tensors | operators
 
 
 # What these compute is defined, or garbage within the session's memory.
@@ -389,6 +469,8 @@ HARMLESS = {
     "a buffer of 2^39 bytes",  # address space alone
     "caches of 2^31 rows",  # as well
     "a value cache that is the cache",
+    "no kv",  # rows that nobody wrote are zeros
+    "rows that nobody wrote",
 }
 
 

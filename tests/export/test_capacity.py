@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-from dataclasses import replace
+import re
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
-from conftest import TINY, write_checkpoint
-from edge_qkv import InputError, Session, _native
+from conftest import TINY, changed, write_checkpoint
+from edge_qkv import InputError, Session
+from edge_qkv.description import DESCRIPTION
 from edge_qkv.export import export_package
 from edge_qkv.export.onnx import stock as onnx_stock
 from edge_qkv.package import Package
 
 CUT = 40
 CONFIGS = {
-    "rotary": replace(TINY, trained_context=90),
-    "rotary on read": replace(TINY, positions="rotary-on-read"),
-    "learned": replace(TINY, positions="learned", norm="layernorm", trained_context=30),
-    "window": replace(TINY, window=60, sinks=50),
+    "rotary": changed(TINY, trained_context=90),
+    "rotary on read": changed(TINY, positions="rotary-on-read"),
+    "learned": changed(TINY, positions="learned", norm="layernorm", trained_context=30),
+    "window": changed(TINY, window=60, sinks=50),
 }
 
 
@@ -51,7 +51,8 @@ def test_logits_are_the_uncut_models(case, weights, exported):
     config = Package.open(cut).config
     assert config.max_positions == CUT and Package.open(whole).config == CONFIGS[case]
     assert config.trained_context == min(CONFIGS[case].trained_context, CUT)
-    assert (config.window, config.sinks) == (min(CONFIGS[case].window, CUT), min(CONFIGS[case].sinks, CUT))
+    cut_spec, spec = config.only, CONFIGS[case].only
+    assert (cut_spec.window, cut_spec.sinks) == (min(spec.window, CUT), min(spec.sinks, CUT))
     tokens = _tokens(CUT)
     native = [Session(path, context=CUT, prefill_chunk=7).score(tokens) for path in (whole, cut)]
     stock = [onnx_stock.StockSession(path, CUT, threads=1).score(tokens, chunk=7) for path in (whole, cut)]
@@ -65,10 +66,10 @@ def test_the_package_holds_no_more_positions_than_it_was_cut_to(case, exported):
     whole, cut = (exported(case, capacity=capacity) for capacity in (None, CUT))
     tables = []
     for path in (whole, cut):
-        model, outs = _native.PlanModel(), ctypes.byref(_native.PlanInfo())
-        _native.call("eqkv_plan_package", os.fsencode(path), None, outs, ctypes.byref(model))
-        tables.append(model.table_bytes)
-    values = TINY.head_dim if case == "rotary" else TINY.width  # of a position: cosines and sines, or its row
+        model = onnx.load(path / "model.onnx", load_external_data=False)
+        (described,) = (p.value for p in model.metadata_props if p.key == DESCRIPTION)
+        tables.append(int(re.search(r"^table_bytes (\d+)$", described, re.M)[1]))
+    values = TINY.only.head_dim if case == "rotary" else TINY.width  # of a position: cosines and sines, or its row
     assert tables[0] - tables[1] == (TINY.max_positions - CUT) * values * 4
     with pytest.raises(InputError, match=f"context = {CUT + 1}: .* {CUT}, the most this model allows"):
         Session(cut, context=CUT + 1)
@@ -84,7 +85,7 @@ def test_parity_is_measured_within_the_cut(exported):
     ({"capacity": 0}, "--capacity = 0"),
     ({"capacity": 50, "window": 60}, r"--window 60: .* from 0 to max_positions \(50\)"),
     ({"capacity": 50, "window": 20, "sinks": 60}, r"--sinks 60: .* from 0 to max_positions \(50\)"),
-    ({"prefill_chunk": 128}, "--prefill-chunk 128: an ONNX model takes any number"),
+    ({"prefill_chunk": 128}, "--prefill-chunk 128: a package for onnx takes any number"),
     ({"weights": "8da4w"}, "--weights 8da4w: must be one of fp32, int8, int4 for the target onnx"),
 ])  # fmt: skip
 def test_what_the_target_or_the_model_does_not_have_is_refused(options, words, exported):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
+import hashlib
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -12,20 +11,25 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import TINY, needs, write_checkpoint
-from eager import TOLERANCE, expect
-from edge_qkv import InputError, Model, Session, _native, attention
+from conftest import needs, tiny, write_checkpoint
+from eager import TOLERANCE, expect, walk_session
+from edge_qkv import InputError, Session, attention
 from edge_qkv.checkpoints import Checkpoint, read_checkpoint
-from edge_qkv.export import export_package
+from edge_qkv.config import CACHE_BYTES, ModelConfig
+from edge_qkv.description import DESCRIPTION, FINGERPRINT
+from edge_qkv.estimate import estimate
+from edge_qkv.export import export_package, operator
 from edge_qkv.export.progress import silent
+from edge_qkv.layer import LayerSpec, biases
 from edge_qkv.model import Decoder
 from edge_qkv.package import Package
-from edge_qkv.stored import plan_model, stored_as
+from edge_qkv.targets import stored_as
+from mixed_models import MIXED
 
-SMALL = replace(TINY, layers=1)
+SMALL = tiny(layers=1)
 # Nothing in it is whole groups of 32: neither the width, nor that of the heads, nor that of the MLP.
-ODD = replace(
-    SMALL,
+ODD = tiny(
+    layers=1,
     width=40,
     head_dim=12,
     mlp_width=56,
@@ -34,10 +38,19 @@ ODD = replace(
     positions="learned",
     tied_head=False,
     norm_bias=True,
-    attention_bias=True,
-    mlp_bias=True,
+    biases=biases(attention=True, mlp=True),
 )
-WIDE = replace(SMALL, width=64)  # its embedding has 4 bits, and groups of 64 are longer than some rows
+WIDE = tiny(layers=1, width=64)  # its embedding has 4 bits, and groups of 64 are longer than some rows
+
+
+def _of_kinds(config: ModelConfig, *pattern: str, **changes: object) -> ModelConfig:
+    """Fewer layers: seconds less for each."""
+    kinds = {name: config.kinds[name] for name in pattern}
+    return replace(config, kinds=kinds, pattern=pattern, **changes)
+
+
+# The second layer reads the first's rows; both have embeddings of their own, of 4 bits in one table.
+SHARED = _of_kinds(MIXED["rows of an earlier layer"], "local", "late_local", input_embeddings=16)
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +80,8 @@ def _altered(checkpoint: Path, name: str) -> Checkpoint:
 
 @pytest.mark.parametrize(
     ("config", "weights", "block", "allowed"),
-    [(ODD, "8da4w", None, 0.3), (ODD, "8da8w", None, 0.03), (WIDE, "8da4w", 64, 0.3)],
-    ids=["padded, 8da4w", "padded, 8da8w", "embedding of 4 bits, 8da4w"],
+    [(ODD, "8da4w", None, 0.3), (ODD, "8da8w", None, 0.03), (WIDE, "8da4w", 64, 0.3), (SHARED, "8da4w", 32, 0.3)],
+    ids=["padded, 8da4w", "padded, 8da8w", "embedding of 4 bits, 8da4w", "rows of an earlier layer, 8da4w"],
 )
 def test_quantised_weights_are_those_of_torchao(random_package, tmp_path, config, weights, block, allowed):
     """Logits are those of the quantised decoder, run eagerly: its error, `allowed` of their deviation, is no other."""
@@ -99,6 +112,92 @@ def test_a_package_for_fewer_tokens_computes_the_same(random_package):
         Session(package, 21)
 
 
+@pytest.fixture
+def _eager_operators():
+    """The operators of a traced program as the reference has them, so that it can be evaluated."""
+    names = {"unified_kv_attention": operator.INPUTS}
+    names["unified_kv_read_attention"] = tuple(name for name in operator.INPUTS if name not in ("kv", "value"))
+    positions = {"conjugate": "rotary-conjugate", "on_read": "rotary-on-read", "none": "none"}
+
+    def implementation(inputs: tuple[str, ...]):
+        def attend(*arguments: object) -> torch.Tensor:
+            found = dict(zip((*inputs, *operator.ATTRIBUTES), arguments, strict=True))
+            cache, separate = found["cache"], found["value_cache"] is not None
+            spec = LayerSpec(
+                heads=found["num_heads"],
+                head_dim=cache.shape[-1],
+                kv_heads=cache.shape[1],
+                mlp_width=1,
+                sharing="qkv" if separate else "q-k=v",
+                attention_scale=found["scale"],
+                positions=positions[found["rotary"]],
+                key_weight=found["key_weight"] is not None,
+                **{name: found[name] for name in ("rotary_dim", "rotary_offset", "value_dim", "window", "sinks")},
+            )
+            caches = (cache, found["value_cache"], found["cache_scale"], found["value_cache_scale"])
+            tables = None if found["cos"] is None else (found["cos"], found["sin"])
+            caches = tuple(tensor for tensor in caches if tensor is not None)
+            rest = caches, found["past"], tables, found["key_weight"]
+            return attention.attend(spec, found["query"], found.get("kv"), found.get("value"), *rest)[0]
+
+        return attend
+
+    with torch.library._scoped_library("edge_qkv", "IMPL") as library:
+        for name, inputs in names.items():
+            library.impl(name, implementation(inputs), "CPU")
+        yield
+
+
+@pytest.mark.parametrize(("name", "cache"), zip(MIXED, (*CACHE_BYTES, *CACHE_BYTES), strict=True))
+def test_the_program_of_layers_that_differ_is_the_decoder(_eager_operators, name, cache, tmp_path):
+    """Before it is lowered, with the reference in the operators' places."""
+    from edge_qkv.export.executorch import program as executorch_program
+    from edge_qkv.export.executorch import weights as executorch_weights
+
+    checkpoint = read_checkpoint(str(write_checkpoint(tmp_path / "checkpoint", MIXED[name])))
+    expected, chunk = expect(checkpoint.load(), 40, cache), 8
+    how = stored_as("executorch", "fp32")[1]
+    decoder = executorch_weights.load(checkpoint, executorch_program.attend, how, silent)
+    traced = executorch_program.trace(decoder, cache, chunk).module()
+    for start in range(0, 40, chunk):
+        part = slice(start, start + chunk)
+        with torch.no_grad():
+            logits = traced(torch.tensor(expected.ids[part])[None], torch.tensor(start), torch.arange(chunk))[0]
+        np.testing.assert_allclose(
+            logits, expected.logits[part], atol=TOLERANCE if cache == "fp32" else expected.tolerance
+        )
+
+
+@pytest.mark.parametrize(
+    ("config", "cache"),
+    [
+        (_of_kinds(MIXED["mla"], "layer"), "int8"),
+        (_of_kinds(MIXED["gemma 4"], "local", "global"), "fp16"),
+        *(
+            pytest.param(config, cache, marks=pytest.mark.slow)
+            for config, cache in zip(MIXED.values(), ("fp16", "int8", "fp32") * 2, strict=True)
+        ),
+    ],
+    ids=["mla, a layer", "gemma 4, two layers", *MIXED],
+)
+def test_a_session_of_layers_that_differ_matches_the_decoder(random_package, config, cache):
+    decoder, package = random_package("executorch", config, cache)
+    expected = expect(decoder, 40, cache)
+    with Session(package, 40, prefill_chunk=16) as session:
+        walk_session(session, expected, 16)
+
+
+@pytest.mark.parametrize("cache", CACHE_BYTES)
+@pytest.mark.parametrize("name", MIXED)
+def test_the_rows_of_every_cache_are_whole_pages(name, cache):
+    from edge_qkv.export.executorch.program import PAGE_BYTES, cache_rows
+
+    tensors, rows = MIXED[name].cache_tensors(cache), cache_rows(MIXED[name], cache)
+    assert rows >= MIXED[name].max_positions
+    assert all(rows * tensor.row_bytes % PAGE_BYTES == 0 for tensor in tensors)
+    assert any(rows // 2 * tensor.row_bytes % PAGE_BYTES for tensor in tensors), "fewer would do"
+
+
 class Reads(Decoder):
     def forward(self, input_ids, past, caches, logit_rows):
         logits, caches = super().forward(input_ids, past, caches, logit_rows)
@@ -111,50 +210,80 @@ class Writes(Decoder):
         return super().forward(input_ids, past, caches, logit_rows)
 
 
-@pytest.mark.parametrize("kind", [Decoder, Reads, Writes])
+@pytest.mark.parametrize("kind", [Reads, Writes])
 def test_a_program_that_copies_a_cache_is_noticed(kind):
     from edge_qkv.export.executorch import program as executorch_program
 
-    decoder = kind(SMALL, executorch_program.attend)
-    if kind is Decoder:
-        executorch_program.lower(decoder, "fp32", 16, {})
-        return
     with pytest.raises(RuntimeError, match=r"caches are touched by other operators: .*kv_0"):
-        executorch_program.lower(decoder, "fp32", 16, {})
+        executorch_program.lower(kind(SMALL, executorch_program.attend), "fp32", 16, {})
+
+
+def test_rows_are_read_after_they_are_written(random_package):
+    from edge_qkv.export.executorch.program import cache_users, check
+
+    program = _program(random_package("executorch", SHARED, weights="8da4w", block_size=32)[1])
+    users = cache_users(SHARED, "fp32")
+    both = ["edge_qkv::unified_kv_attention", "edge_qkv::unified_kv_read_attention"]
+    assert users == {"key_0": both, "value_0": both}
+    check(program, users)
+    plan = next(plan for plan in program.execution_plan if plan.name == "forward")
+    instructions = plan.chains[0].instructions
+    calls = [(i, call.instr_args) for i, call in enumerate(instructions) if hasattr(call.instr_args, "op_index")]
+    first, second = (i for i, call in calls if plan.operators[call.op_index].name in both)
+    instructions[first], instructions[second] = instructions[second], instructions[first]
+    with pytest.raises(RuntimeError, match=r"caches are touched by other operators: .*key_0"):
+        check(program, users)
 
 
 # ---- what is written ----
 
 
-@pytest.mark.parametrize("weights", ["8da4w", "8da8w"])
-def test_the_plan_knows_the_sizes_before_the_export(bundled_package, bundled_checkpoint, tmp_path, weights):
-    """Of the bundled model; with 8 bits, of its first layer, which takes a ninth of the time to lower."""
-    if weights == "8da4w":
-        package, manifest = bundled_package(weights, "executorch")
-    else:
-        from edge_qkv.export.executorch.exporter import export_executorch
+def _program(package: Path):
+    from executorch.exir._serialize._program import deserialize_pte_binary
 
-        whole, package = read_checkpoint(str(bundled_checkpoint)), tmp_path / "package"
-        first = replace(whole, config=replace(whole.config, layers=1))
-        manifest = export_executorch(first, package, weights=weights, run_parity=False)
-    config = Package.open(package, verify=False).config
-    planned, found = plan_model(config, weights, target="executorch"), _native.PlanModel()
-    outs = ctypes.byref(_native.PlanInfo()), ctypes.byref(found)
-    _native.call("eqkv_plan_package", os.fsencode(package), None, *outs)
-    assert found.weight_bytes == manifest["files"]["model.pte"]["bytes"]
-    assert planned.weight_bytes == pytest.approx(found.weight_bytes, rel=0.005)
-    for field in (
-        "matrix_bytes",
-        "table_bytes",
-        "weight_bits",
-        "block_size",
-        "prefill_chunk",
-        "mlp_width",
-        "max_positions",
-        "caches",
-        "vocab_size",
-    ):
-        assert getattr(planned, field) == getattr(found, field), field
+    return deserialize_pte_binary((package / "model.pte").read_bytes()).program
+
+
+def _texts(package: Path) -> dict[str, str]:
+    """By which the program describes itself."""
+    plans = (plan for plan in _program(package).execution_plan if plan.name != "forward")
+    return {plan.name: plan.values[plan.outputs[0]].val.string_val for plan in plans}
+
+
+def _facts(description: str) -> dict[str, list[str]]:
+    """The lines of a description by name."""
+    found: dict[str, list[str]] = {}
+    for line in description.splitlines():
+        name, _, value = line.partition(" ")
+        found.setdefault(name, []).append(value)
+    return found
+
+
+@pytest.mark.parametrize(
+    "weights", [pytest.param("8da4w", marks=pytest.mark.slow), "8da8w", "rows of an earlier layer, 8da4w"]
+)
+def test_an_estimate_knows_what_an_export_writes(random_package, bundled_checkpoint, tmp_path, weights):
+    """Of the bundled model, without --slow of its first layer, which takes a ninth of the time to lower."""
+    from edge_qkv.export.executorch.exporter import export_executorch
+
+    if weights in ("8da4w", "8da8w"):
+        whole, package, block = read_checkpoint(str(bundled_checkpoint)), tmp_path / "package", None
+        if weights == "8da8w":
+            whole = replace(whole, config=replace(whole.config, pattern=whole.config.pattern[:1]))
+        export_executorch(whole, package, weights=weights, run_parity=False)
+        chunk, cache = 0, "fp16"
+    else:
+        weights, block, chunk, cache = "8da4w", 32, 16, "fp32"
+        package = random_package("executorch", SHARED, weights=weights, block_size=block)[1]
+    texts, opened = _texts(package), Package.open(package, verify=False)
+    assert set(texts) == {DESCRIPTION, FINGERPRINT}
+    estimated = estimate(opened.config, weights, block, "executorch", chunk, cache)
+    expected, found = _facts(estimated.description), _facts(texts[DESCRIPTION])
+    assert found.pop("operator") == [str(operator.VERSION)] and int(found.pop("cache_rows")[0]) % 4096 == 0
+    assert found.pop("executorch") and int(expected.pop("weight_bytes")[0]) == estimated.weight_bytes
+    assert found == expected
+    if weights == "8da8w" or block is None:  # of a real size
+        assert estimated.weight_bytes == pytest.approx((package / "model.pte").stat().st_size, rel=0.005)
 
 
 def test_equal_exports_have_the_same_fingerprint_and_others_another(random_package, checkpoint, tmp_path):
@@ -164,11 +293,10 @@ def test_equal_exports_have_the_same_fingerprint_and_others_another(random_packa
         tmp_path / "again",
         random_package("executorch", SMALL, seed=1)[1],
     ]
-    prints = []
-    for package in packages:
-        with Model(package) as model:
-            prints.append(model.info.fingerprint)
+    prints = [_texts(package)[FINGERPRINT] for package in packages]
     assert prints[0] == prints[1] != prints[2]
+    content = (packages[0] / "model.pte").read_bytes()
+    assert hashlib.sha256(content.replace(prints[0].encode(), b"0" * 64)).hexdigest() == prints[0]
 
 
 # ---- what is refused, and what is left behind ----
@@ -202,7 +330,7 @@ def test_wrong_options_are_named_before_any_work(checkpoint, tmp_path, monkeypat
 
 
 def test_a_call_takes_no_more_tokens_than_buffers_can_be_planned_for(tmp_path):
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", replace(SMALL, max_positions=8192))
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", tiny(layers=1, max_positions=8192))
     with pytest.raises(InputError, match=r"--prefill-chunk 4097 .* from 2 to 4,096 tokens"):
         _export(checkpoint, tmp_path / "package", prefill_chunk=4097)
 

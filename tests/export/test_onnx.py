@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,14 @@ from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.config import ModelConfig
 from edge_qkv.description import DESCRIPTION, FINGERPRINT
 from edge_qkv.errors import InputError
+from edge_qkv.estimate import estimate
 from edge_qkv.export import export_package
 from edge_qkv.export.onnx import stock as onnx_stock
 from edge_qkv.export.onnx.exporter import export_onnx
-from edge_qkv.export.onnx.function import OUTPUTS
+from edge_qkv.export.onnx.function import OUTPUTS, op_types, seen_alike
 from edge_qkv.export.operator import INPUTS
 from edge_qkv.export.quantize import dequantize, quantize
-from edge_qkv.layer import biases
+from edge_qkv.layer import LayerSpec, biases
 from edge_qkv.model import Decoder
 from mixed_models import MIXED
 
@@ -472,6 +474,78 @@ def test_data_is_aligned_to_pages(exported):
     _, path = exported("Q-MQA", weights="fp32", cache="fp32")
     assert {e["location"] for e in _external(path).values()} == {"model.onnx.data"}
     assert all(int(e["offset"]) % 4096 == 0 for e in _external(path).values())
+
+
+# ---- what a plan says of an export that was not made ----
+
+
+def _grown(case: str) -> ModelConfig:
+    """A model in which the weights are most of the file."""
+    if case in CASES:
+        return config_of(case, vocab_size=4096, layers=3, width=384, mlp_width=1024)
+    kinds = {name: replace(spec, mlp_width=1024) for name, spec in MIXED[case].kinds.items()}
+    return replace(MIXED[case], kinds=kinds, width=384, vocab_size=4096)
+
+
+@pytest.mark.parametrize(
+    "case, weights, block, cache",
+    [
+        ("QKV", "int8", None, "fp16"),
+        ("Q=K-V", "int4", 32, "int8"),
+        ("Q-MQA", "fp32", None, "fp32"),
+        *((case, weights, None, "fp16") for case, weights in zip(MIXED, ("int4", "fp32", "int8") * 2, strict=True)),
+    ],
+)
+def test_an_estimate_is_what_an_export_writes(tmp_path, case, weights, block, cache):
+    config, output = _grown(case), tmp_path / "package"
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    options = dict(weights=weights, block_size=block, cache=cache)
+    export_package("onnx", f"random:{tmp_path / 'config.json'}", output, parity=False, **options)
+    estimated, written = estimate(config, **options), package.Package.open(output).weight_bytes
+    assert estimated.weight_bytes == pytest.approx(written, rel=0.005)
+    lines = estimated.description.splitlines()  # with the number of bytes that a file has anyway
+    assert [line for line in lines if not line.startswith("weight_bytes ")] == _description(output).splitlines()
+    opened = package.Package.open(output)
+    assert opened.config == config and opened.cache_bytes_per_token == config.cache_bytes_per_token(cache)
+
+
+# ---- layers that differ ----
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_kinds_that_the_operator_sees_alike_share_a_function(exported, case):
+    config, (_, path) = MIXED[case], exported(case, weights="fp32", cache="fp32")
+    model = onnx.load(path / "model.onnx", load_external_data=False)
+    onnx.checker.check_model(str(path / "model.onnx"))
+    nodes = [node for node in model.graph.node if node.domain == "edge_qkv"]
+    functions = {name: seen_alike(spec) for name, spec in op_types(config).values()}
+    assert [functions[node.op_type] for node in nodes] == [seen_alike(spec) for spec in config.layers]
+    assert {f.name for f in model.functions} == {node.op_type for node in nodes} == set(functions)
+    assert len(set(functions.values())) == len(functions) and next(iter(functions)) == "UnifiedKVAttention"
+    caches = [tensor.name for tensor in config.cache_tensors("fp32")]
+    assert [i.name for i in model.graph.input] == ["input_ids", "past", "logit_rows", *caches]
+    for i, node in enumerate(nodes):
+        given = dict(zip(INPUTS, node.input, strict=False))
+        source = config.rows_from[i]
+        kind = "kv" if config.layers[i].unified else "key"
+        assert given["cache"] == f"{kind}.{i}" if source == i else f"{kind}_out.{source}"
+        assert bool(given["kv"]) == (source == i) == (len(node.output) > 1)
+
+
+def test_more_kinds_of_attention_than_the_library_has_names_for_are_refused(tmp_path):
+    spec = LayerSpec(heads=2, head_dim=4, kv_heads=2, mlp_width=8)
+    kinds = {f"kind{i}": replace(spec, window=i + 1) for i in range(17)}
+    config = ModelConfig(vocab_size=9, max_positions=20, width=8, kinds=kinds, pattern=tuple(kinds))
+    with pytest.raises(InputError, match="17 kinds of attention; an ONNX package has at most 16"):
+        export_onnx(Checkpoint(config, {}, "test", None, None), tmp_path / "package")
+
+
+def _description(path: Path) -> str:
+    model = onnx.load(path / "model.onnx", load_external_data=False)
+    return {p.key: p.value for p in model.metadata_props}[DESCRIPTION]
+
+
+# ---- the package ----
 
 
 def test_the_manifest(tmp_path, bytes_tokenizer):

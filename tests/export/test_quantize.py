@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from edge_qkv.errors import InputError
-from edge_qkv.export.quantize import BLOCK_SIZES, blocks_of, dequantize, quantize
+from edge_qkv.export.quantize import blocks_of, dequantize, quantize
+from edge_qkv.targets import BLOCK_SIZES
 
 
 def _weights(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -96,10 +97,3 @@ def test_what_is_not_finite_is_refused(bits, bad):
     weight[2, 40] = bad
     with pytest.raises(InputError, match="not finite"):
         quantize(weight, bits, 32)
-
-
-def test_unknown_sizes_are_refused():
-    with pytest.raises(InputError, match="--block-size 48"):
-        quantize(_weights(4, 96), 4, 48)
-    with pytest.raises(InputError, match="choose 4 or 8"):
-        quantize(_weights(4, 96), 3, 32)
