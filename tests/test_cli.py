@@ -306,7 +306,7 @@ def test_bad_options(tiny_package, tiny_checkpoint, tmp_path, refused, monkeypat
     )
     export = ("export", tiny_checkpoint, "--output", tmp_path / "out")
     assert "--capacity = 97" in refused(*export, "--capacity", 97)
-    assert "--prefill-chunk 64: an ONNX model takes any number" in refused(*export, "--prefill-chunk", 64)
+    assert "--prefill-chunk 64: a package for onnx takes any number" in refused(*export, "--prefill-chunk", 64)
     assert "--weights 8da8w: must be one of fp32, int8, int4" in refused(*export, "--weights", "8da8w")
     with pytest.raises(SystemExit) as unknown:
         main(["run", str(tiny_package), "--nonsense"])

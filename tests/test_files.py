@@ -61,7 +61,7 @@ READERS = {
     ),
     "--data": (lambda folder: train(_sparse(folder / "data"), folder, *TRAINING),),
     "report": (_report,),
-    "result": (lambda folder: results.read(_sparse(folder / "bench.json"), "package"),),
+    "result": (lambda folder: results.read(_sparse(folder / "bench.json")),),
 }
 
 

@@ -64,8 +64,8 @@ class EagerCache:
 
     def write(self, parts: dict[str, np.ndarray], length: int) -> None:
         config = self._decoder.config
-        shape = (config.kv_heads, length, config.head_dim)
-        if sorted(parts) != [f"kv_{i}" for i in range(config.layers)] or any(
+        shape = (config.only.kv_heads, length, config.only.head_dim)
+        if sorted(parts) != [f"kv_{i}" for i in range(len(config.layers))] or any(
             part.shape != shape or part.dtype != np.float32 for part in parts.values()
         ):
             raise InputError("its cache has another shape than this model's")

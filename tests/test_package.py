@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from conftest import TINY, changed
 from edge_qkv import InputError, Package
 from edge_qkv.package import FORMAT, MANIFEST, is_package_only
 from edge_qkv.tokenizer import encode, load_tokenizer
@@ -124,7 +125,7 @@ def test_config_of_another_model_is_refused(change, package):
     if "cache" in change:
         _edit(package, **change)
     else:
-        _edit(package, config=json.loads((package / MANIFEST).read_text())["config"] | change)
+        _edit(package, config=changed(TINY, **change).to_dict())
     with pytest.raises(InputError, match="disagree"):
         Model(package)
 
