@@ -129,10 +129,10 @@ SessionOptions session_options(const eqkv_model& model, const eqkv_session_optio
   }
   const CacheLayout& layout = model.engine->info().layout;
   if (model.has_budget && options.margin > 0 &&
-      resident_bytes(layout, options.context, options.margin, chunk) > plan.cache) {
+      resident_bytes(layout, options.context, options.margin, chunk) > plan.all_caches) {
     throw Error(EQKV_OVER_BUDGET, "A margin of " + std::to_string(options.margin) +
-                                      " tokens needs more cache than the model's memory budget was "
-                                      "planned for; leave it out or open a shorter session.");
+                                      " tokens needs more cache than the model's memory budget "
+                                      "leaves; leave it out or open a shorter session.");
   }
   return options;
 }
@@ -169,7 +169,7 @@ eqkv_status eqkv_model_open(const char* path, const eqkv_model_options* options,
     opened->has_budget = read.memory > 0;
     opened->engine = load_model(described, engine_options(read));
     opened->pool = std::make_shared<SessionPool>(opened->engine, spill_directory(read.spill),
-                                                 opened->has_budget ? opened->plan.cache : 0);
+                                                 opened->has_budget ? opened->plan.all_caches : 0);
     *model = opened.release();
   });
 }

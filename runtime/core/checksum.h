@@ -18,6 +18,7 @@ class Checksum {
 
   // The sum of pieces is that of the bytes in a row, however they are cut.
   void add(const void* data, size_t bytes) {
+    if (bytes == 0) return;  // of nothing, which may be null
     const auto* at = static_cast<const unsigned char*>(data);
     const size_t held = total_ % kStripe;
     total_ += bytes;

@@ -99,6 +99,8 @@ Plan plan_for(const Description& model, const PlanOptions& options, int64_t cont
   plan.engine_file = costs.code;
   plan.engine_anonymous = costs.structures;
   plan.margin = costs.margin + plan.expected() / costs.margin_share;
+  const uint64_t spare = options.memory > plan.total() ? options.memory - plan.total() : 0;
+  plan.all_caches = plan.cache + spare / (costs.margin_share + 1) * costs.margin_share;
   return plan;
 }
 

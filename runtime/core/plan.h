@@ -59,6 +59,7 @@ struct Plan {
   uint64_t workspace = 0;
   uint64_t engine_file = 0, engine_anonymous = 0;
   uint64_t margin = 0;
+  uint64_t all_caches = 0;  // what a budget leaves for the caches of all sessions: at least `cache`
   std::string over_budget;  // one sentence or more, where the budget does not hold it; else empty
 
   uint64_t expected() const {

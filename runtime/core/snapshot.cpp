@@ -401,10 +401,13 @@ std::vector<int64_t> read_table(Reader& reader, const Header& header, const Mode
   const auto same = [](const TableLine& a, const TableLine& b) {
     return std::memcmp(&a, &b, sizeof a) == 0;
   };
-  if (header.cache_type != ours.cache_type || header.vocab_size != ours.vocab_size ||
-      !std::equal(table.begin(), table.end(), expected.begin(), expected.end(), same)) {
-    reader.refuse("has another cache layout (" + describe(header, table) + ") than this model (" +
-                  describe(ours, expected) + ")");
+  const auto differs = std::mismatch(table.begin(), table.end(), expected.begin(), expected.end(), same);
+  const bool alike = differs.first == table.end() && differs.second == expected.end();
+  if (header.cache_type != ours.cache_type || header.vocab_size != ours.vocab_size || !alike) {
+    reader.refuse(
+        "has another cache layout (" + describe(header, table) + ") than this model (" +
+        describe(ours, expected) + ")" +
+        (alike ? "" : ", from tensor " + std::to_string(differs.first - table.begin()) + " on"));
   }
   for (size_t i = 0; i < expected.size(); ++i) {
     const CacheTensor& tensor = layout.tensors[i];

@@ -282,6 +282,20 @@ TEST(windows, "layers with a window take no more than it, its margin, the sinks 
   EXPECT(cache(32'768, 128, 32'768) == (global + local) * 32'768);
 }
 
+TEST(all_caches, "what a budget leaves is for the caches of further sessions, and no more than that") {
+  for (const char* engine : {"onnxruntime", "executorch"}) {
+    const Description m = with_windows();
+    const Plan least = plan_memory(m, with(0, 4096), plan_engine(engine));
+    const uint64_t total = least.total();
+    EXPECT(plan_memory(m, with(total, 4096), plan_engine(engine)).all_caches == least.cache);
+    const Plan ample = plan_memory(m, with(total + 50 * kMB, 4096), plan_engine(engine));
+    EXPECT(ample.cache == least.cache && ample.all_caches > least.cache + 48 * kMB);
+    // As if the model's own cache had been larger.
+    const uint64_t more = ample.all_caches - least.cache, share = (least.expected() + more) / 50;
+    EXPECT(least.expected() + more + share + 5 * kMB <= total + 50 * kMB);
+  }
+}
+
 TEST(windows_inverse, "context and budget are inverse where layers have windows") {
   const Description m = with_windows();
   uint64_t last = 0;

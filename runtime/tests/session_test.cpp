@@ -486,6 +486,7 @@ TEST(rewind_windows,
         EXPECT(told.empty() == kept);
         if (!kept) {
           ++again;
+          if (evaluated != to) continue;
           EXPECT(told.front() == std::min<int64_t>(48, to) && told.back() == to);
           EXPECT(same_logits(session.logits(), &expected[static_cast<size_t>(to - 1) * kVocab]));
         }

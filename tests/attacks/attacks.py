@@ -53,7 +53,7 @@ def xxh64(data: bytes) -> int:
 
 # ---- snapshots: offsets as in runtime/core/snapshot.md ----
 
-HEADER = 256
+HEADER, LINE = 256, 48
 FIELDS = {
     "byte_order": (8, "<I"),
     "version": (12, "<I"),
@@ -63,12 +63,20 @@ FIELDS = {
     "vocab_size": (40, "<Q"),
     "cache_type": (48, "<I"),
     "flags": (52, "<I"),
-    "layers": (56, "<Q"),
-    "caches": (64, "<Q"),
-    "kv_heads": (72, "<Q"),
-    "head_dim": (80, "<Q"),
-    "logits_offset": (152, "<Q"),
-    "rows_offset": (160, "<Q"),
+    "tensors": (56, "<Q"),
+    "tokens_offset": (128, "<Q"),
+    "logits_offset": (136, "<Q"),
+    "rows_offset": (144, "<Q"),
+}
+TABLE = {  # of its first line
+    "layer": (HEADER, "<I"),
+    "part": (HEADER + 4, "<I"),
+    "scales": (HEADER + 8, "<I"),
+    "slabs": (HEADER + 12, "<I"),
+    "dim": (HEADER + 16, "<Q"),
+    "window": (HEADER + 24, "<Q"),
+    "sinks": (HEADER + 32, "<Q"),
+    "first_live": (HEADER + 40, "<Q"),
 }
 
 
@@ -76,20 +84,22 @@ def sealed(data: bytes, content: bool = True) -> bytes:
     """The snapshot with checksums that fit it: as a forger would write it."""
     out = bytearray(data)
     if content:
+        (tensors,) = struct.unpack_from("<Q", out, 56)
+        struct.pack_into("<Q", out, 152, xxh64(bytes(out[HEADER : HEADER + LINE * tensors])))
         struct.pack_into("<Q", out, 240, xxh64(bytes(out[HEADER:])))
     struct.pack_into("<Q", out, 248, xxh64(bytes(out[:248])))
     return bytes(out)
 
 
 def _field(name: str, value: Callable[[int], int]) -> Attack:
-    offset, kind = FIELDS[name]
+    offset, kind = (FIELDS | TABLE)[name]
 
     def attack(data: bytes) -> bytes:
         out = bytearray(data)
         (good,) = struct.unpack_from(kind, out, offset)
         mask = (1 << 8 * struct.calcsize(kind)) - 1
         struct.pack_into(kind, out, offset, value(good) & mask)
-        return sealed(bytes(out), content=False)
+        return sealed(bytes(out), content=name in TABLE)
 
     return attack
 
@@ -114,7 +124,7 @@ def _byte_swapped(data: bytes) -> bytes:
 def _token(value: int) -> Attack:
     def attack(data: bytes) -> bytes:
         out = bytearray(data)
-        struct.pack_into("<i", out, HEADER, value)
+        struct.pack_into("<i", out, struct.unpack_from("<Q", out, 128)[0], value)
         return sealed(bytes(out))
 
     return attack
@@ -122,7 +132,7 @@ def _token(value: int) -> Attack:
 
 def _another_model(data: bytes) -> bytes:
     out = bytearray(data)
-    out[88:152] = b"0" * 64
+    out[64:128] = b"0" * 64
     return sealed(bytes(out), content=False)
 
 
@@ -144,14 +154,18 @@ SNAPSHOTS: dict[str, Attack] = {
     "huge token": _token(2**31 - 1),
     **{f"flip at {share} bit {bit}": _flip(share, bit) for share in (0, 0.1, 0.3, 0.5, 0.9, 1) for bit in (0, 7)},
     **{f"{name} zero": _field(name, lambda good: 0) for name in FIELDS if name not in ("flags", "cache_type")},
-    **{f"{name} all ones": _field(name, lambda good: -1) for name in FIELDS},
-    **{f"{name} plus one": _field(name, lambda good: good + 1) for name in FIELDS},
+    **{f"{name} all ones": _field(name, lambda good: -1) for name in FIELDS | TABLE},
+    **{f"{name} plus one": _field(name, lambda good: good + 1) for name in FIELDS | TABLE},
     **{
         f"{name} huge": _field(name, lambda good: good + (1 << 40))
-        for name, (_, kind) in FIELDS.items()
+        for name, (_, kind) in (FIELDS | TABLE).items()
         if kind == "<Q"
     },
-    **{f"{name} overflow": _field(name, lambda good: 1 << 62) for name, (_, kind) in FIELDS.items() if kind == "<Q"},
+    **{
+        f"{name} overflow": _field(name, lambda good: 1 << 62)
+        for name, (_, kind) in (FIELDS | TABLE).items()
+        if kind == "<Q"
+    },
 }
 
 
