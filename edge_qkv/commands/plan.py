@@ -141,14 +141,15 @@ def devices() -> dict[str, dict[str, Any]]:
 
 def variant_table(config: ModelConfig, tokens: int) -> list[dict[str, int | str]]:
     """Cache bytes of the eight variants of arXiv 2606.04032 for a model of this size, at `tokens` tokens."""
-    grouped = _GROUPS[0] if config.heads <= 16 else _GROUPS[1]
+    count = config.only.heads
+    grouped = _GROUPS[0] if count <= 16 else _GROUPS[1]
     rows = []
     for name, (_, heads) in VARIANTS.items():
         groups = _GROUPS[0] if name.startswith("Q-") else grouped
         full = f"{name}-{groups}" if heads == "some" else name
-        if heads == "some" and config.heads % groups:
+        if heads == "some" and count % groups:
             continue
-        varied = apply_variant(replace(config, query="projected"), full)
+        varied = apply_variant(config.with_layers(query="projected"), full)
         rows.append({"variant": full} | {cache: varied.cache_bytes(tokens, cache) for cache in ("fp16", "int8")})
     return rows
 
