@@ -24,17 +24,17 @@ PAGE_BYTES = 65_536  # the largest memory page of the systems we know; a buffer'
 _EXAMPLE_TOKENS, _EXAMPLE_ROWS = 5, 3  # never 0 or 1: tracing would take those for constants
 
 _ATTENTION, _READ_ATTENTION = "unified_kv_attention", "unified_kv_read_attention"
-_READS = (
-    "Tensor? cos, Tensor? sin, {value}Tensor{b}? value_cache, Tensor{c}? cache_scale, Tensor{d}? value_cache_scale, "
-    "Tensor? key_weight, int num_heads, int kv_heads, float scale, str rotary, int rotary_dim, int rotary_offset, "
-    "int value_dim, int window, int sinks"
+_ATTRIBUTES = (
+    "int num_heads, int kv_heads, float scale, str rotary, int rotary_dim, int rotary_offset, int value_dim, "
+    "int window, int sinks"
 )
 # What writes new rows and attends, and what attends over an earlier layer's rows: it comes later in the program, for
 # its query depends on what that layer gave.
 _ARGUMENTS = {
-    _ATTENTION: "Tensor query, Tensor? kv, Tensor(a!) cache, Tensor past, "
-    + _READS.format(value="Tensor? value, ", b="(b!)", c="(c!)", d="(d!)"),
-    _READ_ATTENTION: "Tensor query, Tensor cache, Tensor past, " + _READS.format(value="", b="", c="", d=""),
+    _ATTENTION: "Tensor query, Tensor? kv, Tensor(a!) cache, Tensor past, Tensor? cos, Tensor? sin, Tensor? value, "
+    "Tensor(b!)? value_cache, Tensor(c!)? cache_scale, Tensor(d!)? value_cache_scale, Tensor? key_weight",
+    _READ_ATTENTION: "Tensor query, Tensor cache, Tensor past, Tensor? cos, Tensor? sin, "
+    "Tensor? value_cache, Tensor? cache_scale, Tensor? value_cache_scale, Tensor? key_weight",
 }
 _library = torch.library.Library("edge_qkv", "DEF")
 
@@ -46,8 +46,8 @@ def _result(query: Tensor, *others: Any) -> Tensor:
 
 
 for _name, _arguments in _ARGUMENTS.items():
-    _library.define(f"{_name}({_arguments}) -> Tensor")
-    _library.define(f"{_name}.out({_arguments}, *, Tensor(z!) out) -> Tensor(z!)")
+    _library.define(f"{_name}({_arguments}, {_ATTRIBUTES}) -> Tensor")
+    _library.define(f"{_name}.out({_arguments}, {_ATTRIBUTES}, *, Tensor(z!) out) -> Tensor(z!)")
     torch.library.register_fake(f"edge_qkv::{_name}", _result, lib=_library)
 
 
