@@ -220,10 +220,13 @@ def test_a_manifest_without_its_chunk_is_refused(evaluated, package, tmp_path, c
         Model(copy)
 
 
-@pytest.mark.parametrize("change", [{"max_positions": 128}, {"layers": 3}, {"kv_heads": 2}])
+@pytest.mark.parametrize("change", [{"max_positions": 128}, {"pattern": "layer*3"}, {"kv_heads": 2}])
 def test_a_manifest_of_another_cache_is_refused(evaluated, package, tmp_path, change):
     copy = shutil.copytree(package[1], tmp_path / "package")
     manifest = json.loads((copy / MANIFEST).read_text())
-    (copy / MANIFEST).write_text(json.dumps(manifest | {"config": manifest["config"] | change}))
+    config = manifest["config"]
+    if "kv_heads" in change:
+        change = {"kinds": {"layer": config["kinds"]["layer"] | change}}
+    (copy / MANIFEST).write_text(json.dumps(manifest | {"config": config | change}))
     with pytest.raises(InputError, match=r"edge_qkv\.json and the model disagree"):
         Session(copy)

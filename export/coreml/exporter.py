@@ -13,6 +13,7 @@ import numpy as np
 
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.config import ModelConfig
+from edge_qkv.description import describe
 from edge_qkv.engines.coreml import StateCache
 from edge_qkv.errors import InputError
 from edge_qkv.estimate import estimate
@@ -62,6 +63,7 @@ def export_coreml(
     if cache != "fp16":
         raise InputError(f"--cache {cache}: the states of a Core ML program are fp16; leave it out")
     config = checkpoint.config
+    _check_numbers(config)
     if config.max_positions < 2:
         raise InputError(f"--capacity {config.max_positions}: a program has room for at least 2 tokens; give more")
     most = min(MOST_TOKENS_AT_ONCE, config.max_positions)
@@ -70,17 +72,21 @@ def export_coreml(
         raise InputError(f"--prefill-chunk {chunk} is out of range; choose from 2 to {most:,} tokens")
 
     def write_model(directory: Path) -> None:
-        needed = estimate(config, weights, block or None, "coreml").weight_bytes
-        check_space(directory, 2 * needed)  # coremltools collects the weights before it makes the package
+        planned = estimate(config, weights, block or None, "coreml", chunk)
+        check_space(directory, 2 * planned.weight_bytes)  # coremltools collects the weights before it makes the package
         decoder = coreml_weights.load(checkpoint, coreml_program.attend, how, progress)
-        facts = operator.description(config, cache) | {
-            "operator": str(operator.VERSION),
+        facts = {
+            "weight_bits": how.layers.bits,
+            "block_size": block,
+            "matrix_bytes": planned.matrix_bytes,
+            "table_bytes": planned.table_bytes,
+            "prefill_chunk": chunk,
+            "cache_rows": config.max_positions,
+            "operator": operator.VERSION,
             "coremltools": version("coremltools"),
-            "prefill_chunk": str(chunk),
-            "weight_bits": str(how.layers.bits),
-            "block_size": str(block),
         }
-        coreml_program.lower(decoder, chunk, facts, directory / MODEL, progress)
+        text = describe(config, cache, facts)
+        coreml_program.lower(decoder, chunk, text, directory / MODEL, progress)
 
     more = {"prefill_chunk": chunk, "neural_engine_misfits": misfits(config, chunk)}
     return write_package(
@@ -111,9 +117,27 @@ def open_evaluator(directory: Path, context: int) -> Iterator[tuple[parity.Score
     yield score, "edge-qkv's evaluator of Core ML programs"
 
 
+def _check_numbers(config: ModelConfig) -> None:
+    """Raises `InputError` for a factor that is infinite or nothing as fp16, in which a program computes."""
+    names = ("embedding_scale", "residual_scale", "logit_scale", "logit_softcap")
+    factors = [(name, getattr(config, name)) for name in names]
+    factors += [("attention_scale", spec.scale) for spec in config.kinds.values()]
+    for name, factor in factors:
+        kept = float(np.array(factor, np.float64).astype(np.float16))
+        if not np.isfinite(kept) or (factor and not kept):
+            raise InputError(f"config field {name} = {factor!r}: fp16, in which Core ML computes, has no such number")
+
+
 def misfits(config: ModelConfig, chunk: int) -> list[str]:
     """Sizes that do not suit the Neural Engine, each with the reason."""
-    sizes = {name: getattr(config, name) for name in ("head_dim", "width", "mlp_width", "vocab_size")}
+    sizes = {}
+    for kind, spec in config.kinds.items():
+        of = "" if config.uniform_layers else f"{kind} "
+        own = {"head_dim": spec.head_dim, "value_dim": spec.values, "mlp_width": spec.mlp_width}
+        if spec.values == spec.head_dim:
+            del own["value_dim"]
+        sizes |= {f"{of}{name}": size for name, size in own.items()}
+    sizes |= {"width": config.width, "vocab_size": config.vocab_size, "input_embeddings": config.input_embeddings}
     sizes |= {"capacity": config.max_positions, "prefill chunk": chunk}
     uneven = [f"{name} {size} is no multiple of {_STEP}" for name, size in sizes.items() if size % _STEP]
     return uneven + [f"{name} {size} is above {_LONGEST}" for name, size in sizes.items() if size > _LONGEST]

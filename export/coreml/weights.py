@@ -123,7 +123,8 @@ class ScaledRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         largest = x.abs().amax(-1, keepdim=True).clamp(min=2.0**-10)  # over which 1 and the root of eps are fp16
         x, root_eps = x / largest, self.root_eps / largest
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + root_eps.square()) * self.weight
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + root_eps.square())
+        x = x if self.weight is None else x * self.weight
         return x if self.bias is None else x + self.bias
 
 
@@ -135,8 +136,8 @@ def load(checkpoint: Checkpoint, attend: Callable, how: Weights, progress: Progr
     config = checkpoint.config
     with torch.device("meta"):  # no memory, no random initialisation
         decoder = Decoder(config, attend)
-    if config.rotary:
-        decoder.cos, decoder.sin = attention.rotary_tables(config)
+    for name, table in decoder.rotary_tables().items():
+        setattr(decoder, name, table)
     total, done = config.parameters() * 4, 0
 
     def read(name: str) -> Tensor:
@@ -167,4 +168,5 @@ def load(checkpoint: Checkpoint, attend: Callable, how: Weights, progress: Progr
 
 
 def _format(path: str, how: Weights) -> Format:
-    return {"embedding": how.embedding, "positions": how.positions, "head": how.head}.get(path, how.layers)
+    tables = {"embedding": how.embedding, "layer_embedding": how.embedding, "positions": how.positions}
+    return (tables | {"head": how.head}).get(path, how.layers)
