@@ -24,7 +24,7 @@ from edge_qkv.export.coreml.evaluator import interpreter as coreml_evaluator
 from edge_qkv.export.packaging import Runner, Stored, check_space, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.package import Package
-from edge_qkv.targets import named, stored_as
+from edge_qkv.targets import check_cache, named, stored_as
 
 MODEL = named("coreml").model_file
 PARITY_TOKENS = 512  # the evaluator takes seconds for a chunk where the capacity is large
@@ -60,8 +60,7 @@ def export_coreml(
     if weights == "fp32":
         raise InputError("--weights fp32: Core ML computes and keeps its states in fp16; choose fp16, int8 or int4")
     weights, how, block = stored_as("coreml", weights, block_size)
-    if cache != "fp16":
-        raise InputError(f"--cache {cache}: the states of a Core ML program are fp16; leave it out")
+    check_cache("coreml", cache)
     config = checkpoint.config
     _check_numbers(config)
     if config.max_positions < 2:
@@ -123,7 +122,8 @@ def _check_numbers(config: ModelConfig) -> None:
     factors = [(name, getattr(config, name)) for name in names]
     factors += [("attention_scale", spec.scale) for spec in config.kinds.values()]
     for name, factor in factors:
-        kept = float(np.array(factor, np.float64).astype(np.float16))
+        with np.errstate(over="ignore"):
+            kept = float(np.array(factor, np.float64).astype(np.float16))
         if not np.isfinite(kept) or (factor and not kept):
             raise InputError(f"config field {name} = {factor!r}: fp16, in which Core ML computes, has no such number")
 
