@@ -341,7 +341,7 @@ def _header(name: str, value: Callable[[int], int]) -> Attack:
 def _at(place: str, value: int) -> Attack:
     def attack(data: bytes) -> bytes:
         out = bytearray(data)
-        struct.pack_into("<I", out, places(data, "head_dim")[place], value)
+        struct.pack_into("<I", out, places(data, "description")[place], value)
         return bytes(out)
 
     return attack
