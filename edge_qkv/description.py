@@ -39,8 +39,8 @@ def describe(config: ModelConfig, cache: str, facts: Mapping[str, int | str]) ->
     text += f"pattern {' '.join(config.pattern)}\n"
     if len(text) > MOST_BYTES:
         raise InputError(
-            f"the model's description has {len(text):,} bytes and a model file holds {MOST_BYTES:,}; give fewer kinds of "
-            "layers, or shorter names"
+            f"the model's description has {len(text):,} bytes and a model file holds {MOST_BYTES:,}; "
+            "give fewer kinds of layers, or shorter names"
         )
     return text
 

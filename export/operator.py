@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from edge_qkv.description import OPERATOR as VERSION
 from edge_qkv.layer import LayerSpec
 
 INPUTS = (

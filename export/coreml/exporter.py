@@ -13,11 +13,11 @@ import numpy as np
 
 from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.config import ModelConfig
-from edge_qkv.description import describe
+from edge_qkv.description import OPERATOR, describe
 from edge_qkv.engines.coreml import StateCache
 from edge_qkv.errors import InputError
 from edge_qkv.estimate import estimate
-from edge_qkv.export import operator, parity
+from edge_qkv.export import parity
 from edge_qkv.export.coreml import program as coreml_program
 from edge_qkv.export.coreml import weights as coreml_weights
 from edge_qkv.export.coreml.evaluator import interpreter as coreml_evaluator
@@ -81,7 +81,7 @@ def export_coreml(
             "table_bytes": planned.table_bytes,
             "prefill_chunk": chunk,
             "cache_rows": config.max_positions,
-            "operator": operator.VERSION,
+            "operator": OPERATOR,
             "coremltools": version("coremltools"),
         }
         text = describe(config, cache, facts)

@@ -10,9 +10,8 @@ from typing import Any
 
 from edge_qkv import _native
 from edge_qkv.checkpoints import Checkpoint
-from edge_qkv.description import DESCRIPTION, FINGERPRINT, describe
+from edge_qkv.description import DESCRIPTION, FINGERPRINT, OPERATOR, describe
 from edge_qkv.errors import InputError
-from edge_qkv.export import operator
 from edge_qkv.export.executorch import program as executorch_program
 from edge_qkv.export.executorch import weights as executorch_weights
 from edge_qkv.export.packaging import Runner, Stored, check_space, open_session, write_package
@@ -74,7 +73,7 @@ def export_executorch(
             "table_bytes": table_bytes,
             "prefill_chunk": chunk,
             "cache_rows": executorch_program.cache_rows(config, cache),
-            "operator": operator.VERSION,
+            "operator": OPERATOR,
             "executorch": version("executorch"),
         }
         texts = {DESCRIPTION: describe(config, cache, facts), FINGERPRINT: _UNKNOWN}

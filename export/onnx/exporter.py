@@ -18,9 +18,9 @@ import onnx_ir as ir
 import edge_qkv
 from edge_qkv import files
 from edge_qkv.checkpoints import Checkpoint
-from edge_qkv.description import FINGERPRINT
+from edge_qkv.description import FINGERPRINT, OPERATOR
 from edge_qkv.errors import InputError
-from edge_qkv.export import operator, parity
+from edge_qkv.export import parity
 from edge_qkv.export.onnx import graph as onnx_graph
 from edge_qkv.export.onnx import weights as onnx_weights
 from edge_qkv.export.onnx.weights import DataFile, Pieces, Storage
@@ -72,7 +72,7 @@ def export_onnx(
         "table_bytes": table_bytes,
         "prefill_chunk": 0,
         "cache_rows": 0,
-        "operator": operator.VERSION,
+        "operator": OPERATOR,
     }
 
     def write_model(directory: Path) -> None:
