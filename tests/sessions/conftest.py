@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import signal
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 
 from conftest import needs, write_checkpoint
 from eager import Expected, expect
-from edge_qkv import Model, Session
+from edge_qkv import InputError, Model, Session
 from edge_qkv.checkpoints import read_checkpoint
 from edge_qkv.engines import ModelOptions, coreml
 from edge_qkv.engines.hosted import HostedModel, refuse_options
@@ -114,6 +115,22 @@ def fresh(model) -> Iterator[Session]:
 @pytest.fixture
 def ids(engine) -> list[int]:
     return engine.ids
+
+
+@pytest.fixture
+def refused(session, ids) -> Callable:
+    """refused(path, pattern): a restore is refused in a sentence that names the file, and changes nothing."""
+    session.evaluate(ids[:5])
+    before = session.logits()
+
+    def check(path: Path, pattern: str, kind: type = InputError) -> None:
+        with pytest.raises(kind, match=re.escape(path.name) + "(?s:.)*(?:" + pattern + ")") as error:
+            session.restore(path)
+        assert "\n" not in str(error.value) and "Traceback" not in str(error.value)
+        assert session.tokens == ids[:5]
+        np.testing.assert_array_equal(session.logits(), before)
+
+    return check
 
 
 class Interrupt(BaseException):

@@ -1,8 +1,7 @@
-"""The engines that sessions are tested on: each with one small model, and what it can do beside the common behaviours."""
+"""The engines that sessions are tested on, each with one small model, and what it can do beside the common list."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from mixed_models import MIXED
 
 CAPACITY, CHUNK = TINY.max_positions, 16
 LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)
+LONG = changed(TINY, max_positions=4096)  # evaluated whole it takes a good part of a second
 INT4 = {"onnx": "int4", "executorch": "8da4w"}  # of the bundled model
 
 CAN = {
@@ -143,4 +143,7 @@ class Subject:
         self.check(logits, self.expected.logits[part])
 
 
-Open = Callable[..., Session]
+def conversation(model: Model, ids: list[int]) -> np.ndarray:
+    """Logits [len(ids), V] of a session of its own: a prompt in chunks, then 8 tokens one by one."""
+    with Session(model, len(ids), CHUNK) as session:
+        return np.concatenate([session.score(ids[:-8]), *(session.score([token]) for token in ids[-8:])])

@@ -125,5 +125,3 @@ def test_bad_values_are_refused_by_name(engine, model, session):
     with pytest.raises(InputError):
         session.logits()  # nothing evaluated yet
     assert session.tokens == []
-
-
