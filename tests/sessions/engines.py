@@ -18,6 +18,7 @@ from mixed_models import MIXED
 CAPACITY, CHUNK = TINY.max_positions, 16
 LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)
 LONG = changed(TINY, max_positions=4096)  # evaluated whole it takes a good part of a second
+DEEP = changed(TINY, layers=8, head_dim=64, max_positions=8192)  # a cache of 16 MB
 INT4 = {"onnx": "int4", "executorch": "8da4w"}  # of the bundled model
 
 CAN = {
@@ -98,7 +99,7 @@ VARIANTS = {
 KNOWN = ENGINES | VARIANTS
 
 
-def on(*names: str):
+def on(*names):
     """A test for these engines only."""
     return pytest.mark.parametrize("engine", names, indirect=True)
 
@@ -109,7 +110,8 @@ def having(*abilities: str, lacking: tuple[str, ...] = ()):
     return on(*(n for n, e in ENGINES.items() if set(abilities) <= e.can and not e.can & set(lacking)))
 
 
-with_variants = on(*KNOWN)
+# An export to ExecuTorch takes ten seconds; that cache is in "executorch, windows" as well.
+with_variants = on(*(pytest.param(n, marks=pytest.mark.slow) if n == "executorch, fp16" else n for n in KNOWN))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 from edge_qkv import InputError, Model, OverBudget, Sampling, Session, pack, plan
 from memory_probe import measure
 
-from .engines import CAPACITY, CHUNK, INT4, LONG, conversation, having, on
+from .engines import CAPACITY, CHUNK, DEEP, INT4, LONG, conversation, having, on
 
 GREEDY = Sampling(temperature=0)
 
@@ -24,9 +24,8 @@ def long(target, random_package) -> Path:
 
 
 @pytest.fixture(scope="module")
-def deep(bundled_package) -> Path:
-    """The bundled model: a context of 32,768 tokens."""
-    return bundled_package("int4")[0]
+def deep(random_package) -> Path:
+    return random_package("onnx", DEEP)[1]
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +103,10 @@ def test_a_cache_of_many_pages_comes_back_from_its_file(long, tokens):
 
 def test_a_trim_gives_the_memory_back(deep):
     with Model(deep, threads=1) as model:
-        sessions = [Session(model, context=32768) for _ in range(3)]
+        sessions = [Session(model, context=8192) for _ in range(3)]
         empty = sessions[0].memory()["anonymous"]
         for session in sessions:
-            session.fill(32000)
+            session.fill(8000)
         whole = sessions[0].memory()["cache_used"]
         full = sessions[0].memory()["anonymous"]
         assert full - empty > 2.9 * whole
@@ -176,7 +175,6 @@ def test_a_budget_holds_or_is_refused(long, tokens):
             np.testing.assert_array_equal(session.score(tokens[start:][:3000]), np.concatenate(logits))
 
 
-@pytest.mark.slow
 def test_sessions_share_a_budget_and_the_oldest_makes_room(deep, tokens):
     """Four conversations in a budget that holds one: each goes on as if it were alone."""
     budget = plan(deep, context=4096, prefill_chunk=64, threads=1).total

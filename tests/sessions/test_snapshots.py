@@ -112,7 +112,7 @@ def test_what_is_damaged_is_refused_and_changes_nothing(saved, refused, tmp_path
     flipped = bytearray(good)
     flipped[len(good) // 2] ^= 4
     for name, data, words in (
-        ("missing", None, "missing|cannot be read"),
+        ("missing", None, "cannot be opened|cannot be read"),
         ("empty", b"", "snapshot|damaged"),
         ("text", b"once upon a time " * 100, "not a snapshot|no snapshot|damaged"),
         ("truncated", good[:-1], "truncated|shorter|bytes|damaged"),
@@ -126,9 +126,11 @@ def test_what_is_damaged_is_refused_and_changes_nothing(saved, refused, tmp_path
 
 @on("onnx", "executorch", "coreml", "llama.cpp", "eager")
 def test_a_snapshot_of_another_model_is_refused(engine, made, refused, ids, tmp_path):
-    """Of other weights, and of another engine."""
-    foreign = "executorch" if engine.name == "onnx" else "onnx"
-    for number, package in enumerate((made(engine.name, seed=5)[1], made(foreign)[1])):
+    """Of other weights, of another engine, and of the same weights with a cache of another type."""
+    foreign = [made(engine.name, seed=5), made("executorch" if engine.name == "onnx" else "onnx")]
+    if engine.name == "onnx":
+        foreign.append(made("onnx, fp16"))
+    for number, (_, package) in enumerate(foreign):
         with Session(package, CAPACITY, **engine.engine.options) as other:
             other.evaluate(ids[:40])
             other.save(tmp_path / f"saved{number}")
