@@ -19,7 +19,8 @@ CAPACITY, CHUNK = TINY.max_positions, 16
 LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)
 LONG = changed(TINY, max_positions=4096)  # evaluated whole it takes a good part of a second
 DEEP = changed(TINY, layers=8, head_dim=64, max_positions=8192)  # a cache of 16 MB
-INT4 = {"onnx": "int4", "executorch": "8da4w"}  # of the bundled model
+WIDE = changed(TINY, layers=4, width=512, heads=8, head_dim=64, mlp_width=2048, max_positions=1024)  # 15M weights
+INT4 = {"onnx": "int4", "executorch": "8da4w"}
 
 CAN = {
     "threads": "their number can be chosen",

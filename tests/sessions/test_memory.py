@@ -13,7 +13,7 @@ import pytest
 from edge_qkv import InputError, Model, OverBudget, Sampling, Session, pack, plan
 from memory_probe import measure
 
-from .engines import CAPACITY, CHUNK, DEEP, INT4, LONG, conversation, having, on
+from .engines import CAPACITY, CHUNK, DEEP, INT4, LONG, WIDE, conversation, having, on
 
 GREEDY = Sampling(temperature=0)
 
@@ -204,22 +204,22 @@ def test_threads_take_turns_in_a_budget(long, tokens):
     facts = dict(context=2048, prefill_chunk=64, threads=1)
     with Model(long, memory=plan(long, **facts).total, **facts) as model:
         with Session(model, 2048, 64) as session:
-            expected = list(session.generate_tokens(tokens[:500], 40, GREEDY))
+            expected = list(session.generate_tokens(tokens[:300], 20, GREEDY))
         results = {}
 
         def write(name: int) -> None:
             with Session(model, 2048, 64) as session:
                 results[name] = []
-                for token in session.generate_tokens(tokens[:500], 40, GREEDY):
+                for token in session.generate_tokens(tokens[:300], 20, GREEDY):
                     results[name].append(token)
                     session.memory()  # short calls, in which others must not find the session unmovable
 
-        threads = [threading.Thread(target=write, args=(name,)) for name in range(4)]
+        threads = [threading.Thread(target=write, args=(name,)) for name in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert results == dict.fromkeys(range(4), expected)
+        assert results == dict.fromkeys(range(3), expected)
         with pytest.raises(InputError, match="2048"):
             Session(model, 4096, 64)
 
@@ -228,8 +228,8 @@ def test_threads_take_turns_in_a_budget(long, tokens):
 
 
 @pytest.fixture(scope="module")
-def int4(target, bundled_package) -> Path:
-    return bundled_package(INT4[target], target)[0]
+def int4(target, random_package) -> Path:
+    return random_package(target, WIDE, "fp16", weights=INT4[target], chunk=128)[1]
 
 
 @pytest.fixture(scope="module")
@@ -276,10 +276,10 @@ def test_a_trim_gives_the_packed_weights_back(int4, packed, tokens):
 
 def test_processes_map_the_same_packed_weights(int4, packed):
     """The weights are no memory of another process's own either, while this one has them."""
-    plain = measure(int4, 1024, None)
+    plain = measure(int4, WIDE.max_positions, None)
     with Model(int4, packed=packed) as model:
         assert model.info.packed
-        mapped = measure(int4, 1024, packed)
+        mapped = measure(int4, WIDE.max_positions, packed)
         with Model(int4, packed=packed) as again:
             assert again.info.packed
     assert mapped["packed"] and not plain["packed"]

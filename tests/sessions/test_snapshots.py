@@ -13,7 +13,7 @@ import pytest
 
 from edge_qkv import ContextFull, InputError, Sampling, Session
 
-from .engines import CAPACITY, CHUNK, LENGTHS, having, on, with_variants
+from .engines import CAPACITY, CHUNK, KNOWN, LENGTHS, having, on, with_variants
 
 
 @with_variants
@@ -124,17 +124,26 @@ def test_what_is_damaged_is_refused_and_changes_nothing(saved, refused, tmp_path
         refused(path, words)
 
 
+@on("onnx", "llama.cpp", "eager", *(pytest.param(n, marks=pytest.mark.slow) for n in ("executorch", "coreml")))
+def test_a_snapshot_of_other_weights_is_refused(engine, made, refused, ids, tmp_path):
+    _save_of(made(engine.name, seed=5)[1], engine.engine.options, ids, tmp_path / "saved")
+    refused(tmp_path / "saved", "another model")
+
+
+FOREIGN = {"onnx": ("executorch", "onnx, fp16"), "executorch": ("onnx", "executorch, separate V, int8")}
+
+
 @on("onnx", "executorch", "coreml", "llama.cpp", "eager")
-def test_a_snapshot_of_another_model_is_refused(engine, made, refused, ids, tmp_path):
-    """Of other weights, of another engine, and of the same weights with a cache of another type."""
-    foreign = [made(engine.name, seed=5), made("executorch" if engine.name == "onnx" else "onnx")]
-    if engine.name == "onnx":
-        foreign.append(made("onnx, fp16"))
-    for number, (_, package) in enumerate(foreign):
-        with Session(package, CAPACITY, **engine.engine.options) as other:
-            other.evaluate(ids[:40])
-            other.save(tmp_path / f"saved{number}")
-        refused(tmp_path / f"saved{number}", "another model|no snapshot of such a session|snapshot")
+def test_a_snapshot_of_another_engine_or_cache_is_refused(engine, made, refused, ids, tmp_path):
+    for number, other in enumerate(FOREIGN.get(engine.name, ("onnx",))):
+        _save_of(made(other)[1], KNOWN[other].options, ids, tmp_path / f"saved{number}")
+        refused(tmp_path / f"saved{number}", "another model|no snapshot of such a session")
+
+
+def _save_of(package: Path, options: dict, ids: list[int], path: Path) -> None:
+    with Session(package, CAPACITY, **options) as other:
+        other.evaluate(ids[:40])
+        other.save(path)
 
 
 def test_a_snapshot_that_is_too_long_is_refused(model, saved, ids):
