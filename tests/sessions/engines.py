@@ -19,7 +19,7 @@ CAPACITY, CHUNK = TINY.max_positions, 16
 LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)
 LONG = changed(TINY, max_positions=4096)  # evaluated whole it takes a good part of a second
 DEEP = changed(TINY, layers=8, head_dim=64, max_positions=8192)  # a cache of 16 MB
-WIDE = changed(TINY, layers=4, width=512, heads=8, head_dim=64, mlp_width=2048, max_positions=1024)  # 15M weights
+WIDE = changed(TINY, layers=1, width=512, heads=8, head_dim=64, mlp_width=4096, max_positions=1024)  # 7M weights
 INT4 = {"onnx": "int4", "executorch": "8da4w"}
 
 CAN = {
