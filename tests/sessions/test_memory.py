@@ -274,13 +274,16 @@ def test_a_trim_gives_the_packed_weights_back(int4, packed, tokens):
         np.testing.assert_array_equal(conversation(model, tokens[:60]), expected)
 
 
-def test_processes_map_the_same_packed_weights(int4, packed):
+@pytest.mark.slow
+def test_processes_map_the_same_packed_weights(target, bundled_package, tmp_path):
     """The weights are no memory of another process's own either, while this one has them."""
-    plain = measure(int4, WIDE.max_positions, None)
-    with Model(int4, packed=packed) as model:
+    package = bundled_package(INT4[target], target)[0]
+    packed = pack(package, tmp_path)
+    plain = measure(package, 1024, None)
+    with Model(package, packed=packed) as model:
         assert model.info.packed
-        mapped = measure(int4, WIDE.max_positions, packed)
-        with Model(int4, packed=packed) as again:
+        mapped = measure(package, 1024, packed)
+        with Model(package, packed=packed) as again:
             assert again.info.packed
     assert mapped["packed"] and not plain["packed"]
     saved = plain["steady_anonymous"] - mapped["steady_anonymous"]
