@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from edge_qkv.config import ModelConfig
-from edge_qkv.description import describe
-from edge_qkv.export import operator
+from edge_qkv.description import OPERATOR, describe
 from edge_qkv.formats import Weights
 from edge_qkv.layer import LayerSpec
 from edge_qkv.targets import FileSizes, named, stored_as
@@ -54,16 +53,14 @@ def estimate(
     facts = {
         "weight_bits": stored.layers.bits,
         "block_size": block,
-        "weight_bytes": on_disk + program,
         "matrix_bytes": sum(matrices) + sum(head),
         "table_bytes": sum(tables),
         "prefill_chunk": chunk,
         "cache_rows": 0,
-        "operator": operator.VERSION,
+        "operator": OPERATOR,
     }
-    return Estimate(
-        describe(config, cache, facts), facts["weight_bytes"], facts["matrix_bytes"], facts["table_bytes"], chunk
-    )
+    text = describe(config, cache, facts)
+    return Estimate(text, on_disk + program, facts["matrix_bytes"], facts["table_bytes"], chunk)
 
 
 def _shapes(spec: LayerSpec, config: ModelConfig, stored: Weights, sizes: FileSizes) -> list[tuple[int, int, bool]]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from edge_qkv.description import OPERATOR as VERSION
 from edge_qkv.layer import LayerSpec
 
-VERSION = 2
 INPUTS = (
     *("query", "kv", "cache", "past", "cos", "sin", "value", "value_cache"),
     *("cache_scale", "value_cache_scale", "key_weight"),

@@ -14,11 +14,10 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import quantize
 
-import edge_qkv
 from edge_qkv.attention import FP16_MAX
 from edge_qkv.checkpoints import Checkpoint
-from edge_qkv.description import describe
 from edge_qkv.errors import InputError
+from edge_qkv.estimate import estimate
 from edge_qkv.export.gguf import latent as gguf_latent
 from edge_qkv.export.gguf import tokenizer as gguf_tokenizer
 from edge_qkv.export.gguf.architectures import Mapping, Tensor
@@ -72,7 +71,7 @@ def export_gguf(
     model or a tokenizer that llama.cpp cannot express before any long work; then no file is left and an earlier
     package at `output` is untouched.
     """
-    weights, how, _ = stored_as("gguf", weights, block_size)
+    weights, _, _ = stored_as("gguf", weights, block_size)
     config = checkpoint.config
     if weights == "q4_k" and importlib.util.find_spec("llama_cpp") is None:
         raise InputError(
@@ -82,8 +81,7 @@ def export_gguf(
     mapping = gguf_latent.map_model(config)
     cached = cache_bytes_per_token(config, cache, "gguf")
     vocabulary = _vocabulary(tokenizer or checkpoint.tokenizer, config.vocab_size)
-    facts = {"weights": weights, "created_by": edge_qkv.__version__}
-    facts["description"] = describe(config, cache, {"weight_bits": how.layers.bits, "block_size": 0})
+    facts = {"description": estimate(config, weights, target="gguf", cache=cache).description}
 
     def write_model(directory: Path) -> None:
         if weights != "q4_k":
