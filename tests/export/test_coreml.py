@@ -51,7 +51,7 @@ PROGRAM = "model.mlpackage/Data/com.apple.CoreML/model.mlmodel"
 # such roundings; as measured they err by at most 1 in 650 of the largest logit.
 TOLERANCE = 1 / 300
 
-# With one layer; two are in test_coreml_engine.py. Each two of positions, rows and windows; caches are fp16 whatever a
+# With one layer; two are in tests/sessions. Each two of positions, rows and windows; caches are fp16 whatever a
 # variant says.
 CONVERTED = [name for name in VARIANTS if name.rpartition(", ")[0] not in MIXED]
 USUAL = ("2606 Q-MQA, biases, untied", "2510 residual_gelu", "learned, one row", "rotary-on-read, keys and values")
