@@ -188,11 +188,9 @@ class ModelConfig:
             self._check(spec.rows_of in last, "pattern", f"{rule}of which none comes before it")
             same = all(getattr(spec, n) == getattr(source, n) for n in ("kv_heads", "head_dim", "values", "unified"))
             self._check(same, "kinds", f"{rule}whose rows have another shape")
-            self._check(
-                spec.rotation == source.rotation and spec.window <= (source.window or spec.window),
-                "kinds",
-                f"{rule}which have other positions or a shorter window",
-            )
+            self._check(spec.rotation == source.rotation, "kinds", f"{rule}which have other positions")
+            seen = not source.window or (0 < spec.window <= source.window and spec.sinks <= source.sinks)
+            self._check(seen, "kinds", f"{rule}which are kept for a shorter window or fewer sinks")
             found.append(last[spec.rows_of])
         return tuple(found)
 
