@@ -81,7 +81,7 @@ MUTATIONS = (
         ("tests/export/test_executorch.py", "-k", "program_of_layers"),
     ),
     Mutation(
-        "an ExecuTorch layer that reads the query for the rows of another",
+        "readers of a cache that the check of an ExecuTorch program does not know",
         "export/executorch/program.py",
         "enumerate(config.rows_from) if source != layer)",
         "enumerate(config.rows_from) if source == layer)",
@@ -197,7 +197,6 @@ MUTATIONS = (
 
 def failure(tests: Sequence[str]) -> str:
     """The first test that fails, or an empty string."""
-    program = None
     if tests in (CORE, ATTENTION):
         options = "-DCMAKE_BUILD_TYPE=Release", "-DEDGE_QKV_EXECUTORCH=OFF"
         try:
