@@ -74,11 +74,18 @@ MUTATIONS = (
         ("tests/test_config.py",),
     ),
     Mutation(
+        "a layer that reads the rows of another than it should",
+        "edge_qkv/config.py",
+        "found.append(last[spec.rows_of])",
+        "found.append(next(iter(last.values())))",
+        ("tests/test_config.py",),
+    ),
+    Mutation(
         "an ExecuTorch program with a layer's buffers in another order",
         "export/executorch/program.py",
         "self.names[tensor.layer].append(buffer_name(tensor))",
         "self.names[tensor.layer].insert(0, buffer_name(tensor))",
-        ("tests/export/test_executorch.py", "-k", "program_of_layers"),
+        ("tests/test_every_variant.py", "-k", "test_executorch and gemma"),
     ),
     Mutation(
         "readers of a cache that the check of an ExecuTorch program does not know",
