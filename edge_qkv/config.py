@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -189,11 +188,9 @@ class ModelConfig:
             self._check(spec.rows_of in last, "pattern", f"{rule}of which none comes before it")
             same = all(getattr(spec, n) == getattr(source, n) for n in ("kv_heads", "head_dim", "values", "unified"))
             self._check(same, "kinds", f"{rule}whose rows have another shape")
-            self._check(
-                spec.rotation == source.rotation and all(map(operator.le, _sees(spec, self), _sees(source, self))),
-                "kinds",
-                f"{rule}which have other positions, or a shorter window or fewer sinks",
-            )
+            self._check(spec.rotation == source.rotation, "kinds", f"{rule}which have other positions")
+            seen = not source.window or (0 < spec.window <= source.window and spec.sinks <= source.sinks)
+            self._check(seen, "kinds", f"{rule}which are kept for a shorter window or fewer sinks")
             found.append(last[spec.rows_of])
         return tuple(found)
 
@@ -307,11 +304,6 @@ class ModelConfig:
     def from_file(cls, path: str | Path) -> ModelConfig:
         """Reads a `config.json`."""
         return cls.from_dict(files.read_json(Path(path), "config.json"), str(path))
-
-
-def _sees(spec: LayerSpec, config: ModelConfig) -> tuple[int, int]:
-    """How far a layer looks back, and how many first tokens it sees besides."""
-    return spec.window or config.max_positions, spec.sinks if spec.window else config.max_positions
 
 
 def read_pattern(text: Any) -> tuple[str, ...]:

@@ -226,6 +226,8 @@ def test_layers_read_the_last_rows_of_a_kind_before_them():
         ({"head_dim": 12}, "rows have another shape"),
         ({"rotary_base": 7.0}, "other positions"),
         ({"window": 20}, "shorter window"),
+        ({"window": 0}, "shorter window"),
+        ({"sinks": 3}, "fewer sinks"),
         ({"rows_of": "nothing"}, "no kind with own rows"),
         ({"rows_of": "late_global"}, "no kind with own rows"),
     ):
