@@ -55,8 +55,14 @@ class Model:
         self._budget = 0 if memory is None else parse_size(memory, "memory")
         self.package = Package.open(package, verify=False)
         if self._budget:  # refused before the files are read for their hashes
-            facts = dict(memory=self._budget, context=context, prefill_chunk=prefill_chunk, threads=threads)
-            plan(self.package, packed=is_packed(self.package, packed), **facts)
+            plan(
+                self.package,
+                packed=is_packed(self.package, packed),
+                memory=self._budget,
+                context=context,
+                prefill_chunk=prefill_chunk,
+                threads=threads,
+            )
         if verify:
             self.package.verify(progress)
         options = ModelOptions(threads, self._budget, context or 0, prefill_chunk, packed, spill)

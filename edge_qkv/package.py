@@ -60,8 +60,8 @@ class Package:
             raise InputError(f"{manifest_file}: has stop_tokens or parity of the wrong type; export the package again")
         if not isinstance(manifest.get("cache_bytes_per_token"), int):
             raise InputError(f"{manifest_file}: does not say its cache_bytes_per_token; export the package again")
-        for name, facts in listed.items():
-            _check_file(path, name, facts)
+        for name, entry in listed.items():
+            _check_file(path, name, entry)
         package = cls(path.absolute(), manifest, config)  # files are opened later, the current directory may change
         if verify:
             package.verify(progress)
@@ -73,7 +73,7 @@ class Package:
         progress(done, total), in bytes, is called after each block, and at the end whatever that is.
         """
         listed = self.manifest["files"]
-        done, total = 0, sum(facts["bytes"] for facts in listed.values())
+        done, total = 0, sum(entry["bytes"] for entry in listed.values())
 
         def read(count: int) -> None:
             nonlocal done
@@ -82,8 +82,8 @@ class Package:
                 progress(done, total)
 
         try:
-            for name, facts in listed.items():
-                if files.sha256(self.path / name, read) != facts.get("sha256"):
+            for name, entry in listed.items():
+                if files.sha256(self.path / name, read) != entry.get("sha256"):
                     raise InputError(
                         f"{self.path / name}: is damaged (its SHA-256 differs); "
                         "copy the package again or export it again"
@@ -145,17 +145,17 @@ def listed_files(path: Path) -> list[str]:
     return sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
 
 
-def _check_file(folder: Path, name: str, facts: Any) -> None:
+def _check_file(folder: Path, name: str, entry: Any) -> None:
     file, inside = folder / str(name), PurePosixPath(name)
     unsound = inside.is_absolute() or ".." in inside.parts or name in ("", ".") or str(inside) != name
     if unsound or set(name) & {"\\", ":"}:  # by which Windows would leave the directory
         raise InputError(f"{folder / MANIFEST}: lists {name!r}, which is no file of a package; export it again")
-    if not isinstance(facts, dict) or not isinstance(facts.get("bytes"), int):
+    if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int):
         raise InputError(f"{folder / MANIFEST}: says nothing about {name}; export the package again")
     if not file.is_file():
         raise InputError(f"{file}: is missing from the package; copy the whole directory or export it again")
-    if file.stat().st_size != facts["bytes"]:
+    if file.stat().st_size != entry["bytes"]:
         raise InputError(
-            f"{file}: has {file.stat().st_size:,} bytes, not {facts['bytes']:,}; "
+            f"{file}: has {file.stat().st_size:,} bytes, not {entry['bytes']:,}; "
             "copy the package again or export it again"
         )

@@ -21,7 +21,7 @@ from edge_qkv.export import operator, parity
 from edge_qkv.export.coreml import program as coreml_program
 from edge_qkv.export.coreml import weights as coreml_weights
 from edge_qkv.export.coreml.evaluator import interpreter as coreml_evaluator
-from edge_qkv.export.packaging import Runner, Stored, check_space, write_package
+from edge_qkv.export.packaging import ModelFile, Runner, check_space, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.package import Package
 from edge_qkv.targets import check_cache, named, stored_as
@@ -91,7 +91,7 @@ def export_coreml(
     return write_package(
         checkpoint,
         output,
-        Stored("coreml", weights, cache, block or None, more),
+        ModelFile("coreml", weights, cache, block or None, more),
         write_model,
         tokenizer=tokenizer,
         text=text,

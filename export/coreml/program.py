@@ -1,6 +1,6 @@
 """The decoder lowered to a Core ML program: functions that share weights, a state for each cached tensor.
 
-Core ML has no operators of ours: attention is said in its own, and what matters is that nothing copies a cache.
+Core ML has no operators of ours: attention is written in its own, and what matters is that nothing copies a cache.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from edge_qkv.errors import InputError
 from edge_qkv.export import operator
 from edge_qkv.export.executorch import program as executorch_program
 from edge_qkv.export.executorch import weights as executorch_weights
-from edge_qkv.export.packaging import Runner, Stored, check_space, open_session, write_package
+from edge_qkv.export.packaging import ModelFile, Runner, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.targets import named, stored_as
 
@@ -48,7 +48,7 @@ def export_executorch(
     The quantised weights are in memory at a byte each, float ones whole. Raises `InputError`; then no file is left
     and an earlier package at `output` is untouched.
     """
-    if run_parity and runner is None and _native.executorch_path() is None:  # said before minutes of work, not after
+    if run_parity and runner is None and _native.executorch_path() is None:  # before minutes of work, not after
         raise InputError(
             "--target executorch: the parity report needs the ExecuTorch engine, which edge-qkv was built without; "
             "install edge-qkv once more from its sources, now that executorch is there (pip install --force-reinstall "
@@ -88,7 +88,7 @@ def export_executorch(
     return write_package(
         checkpoint,
         output,
-        Stored("executorch", weights, cache, block or None, {"prefill_chunk": chunk}),
+        ModelFile("executorch", weights, cache, block or None, {"prefill_chunk": chunk}),
         write_model,
         tokenizer=tokenizer,
         text=text,

@@ -195,10 +195,10 @@ class PartialFile {
   }
 
  private:
-  // False where there is no file of ours yet: one that was there is removed once it is locked, never
-  // written to, for it may have other names or be mapped; and another writer may have renamed or removed
-  // the file between our opening and locking it: what we then have is the finished snapshot, or
-  // nobody's.
+  // False where there is no file of ours yet: one that was there is removed once
+  // it is locked, never written to, for it may have other names or be mapped;
+  // and another writer may have renamed or removed the file between our opening
+  // and locking it: what we then have is the finished snapshot, or nobody's.
   bool open_locked() {
     // Non-blocking, and no link followed: it may be anything.
     constexpr int kFlags = O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW;
