@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target", choices=tuple(TARGETS), help="of a model that is not exported yet; default: onnx")
     add("--weights", choices=WEIGHTS, help="of a model that is not exported yet; default: int4")
     add("--block-size", type=int, choices=BLOCK_SIZES, help="weights that share a scale; default: the export's")
-    add("--prefill-chunk", type=int, default=0, help="prompt tokens evaluated at once; 0: 128, or what the package has")
+    add("--prefill-chunk", type=int, default=0, help="prompt tokens evaluated at once; 0: a default, or the package's")
     add("--threads", type=int, default=0, help="0: one for each core of this machine")
     add(
         "--packed",

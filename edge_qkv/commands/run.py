@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, help="same seed, same text; default: a new one each time")
     add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
     add("--threads", type=int, default=0, help="0: one for each core")
-    add("--prefill-chunk", type=int, default=DEFAULT_CHUNK, help="prompt tokens evaluated at once; 0: 128")
+    add("--prefill-chunk", type=int, default=DEFAULT_CHUNK, help="prompt tokens a call; default: %(default)s")
     add("--no-verify", action="store_true", help="do not check the files' SHA-256 before loading")
     add("--json", action="store_true", help="print one JSON object at the end instead of streaming")
     add("--stats", type=Path, metavar="FILE", help="write speed and memory as JSON")

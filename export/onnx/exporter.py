@@ -21,9 +21,8 @@ from edge_qkv.checkpoints import Checkpoint
 from edge_qkv.description import FINGERPRINT
 from edge_qkv.errors import InputError
 from edge_qkv.export import operator, parity
-from edge_qkv.export.onnx import graph as onnx_graph
-from edge_qkv.export.onnx import weights as onnx_weights
-from edge_qkv.export.onnx.weights import Conversion, DataFile, Pieces
+from edge_qkv.export.onnx import graph
+from edge_qkv.export.onnx.weights import Conversion, DataFile, Pieces, prepare, stored_bytes
 from edge_qkv.export.packaging import ModelFile, Runner, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.model import Decoder
@@ -62,9 +61,9 @@ def export_onnx(
     weights, how, block = stored_as("onnx", weights, block_size)
     check_cache("onnx", cache)
     config = checkpoint.config
-    decoder, conversion = onnx_weights.prepare(config, onnx_graph.attend_in(config), how, accuracy_level)
-    data = DataFile(onnx_graph.named_weights(decoder), conversion)
-    matrix_bytes, table_bytes = onnx_weights.stored_bytes(decoder)
+    decoder, conversion = prepare(config, graph.attend_in(config), how, accuracy_level)
+    data = DataFile(graph.named_weights(decoder), conversion)
+    matrix_bytes, table_bytes = stored_bytes(decoder)
     facts = {
         "weight_bits": how.layers.bits,
         "block_size": block,
@@ -78,10 +77,10 @@ def export_onnx(
     def write_model(directory: Path) -> None:
         check_space(directory, data.bytes)
         progress("Tracing the graph", 0, 0)
-        model = onnx_graph.build(decoder, cache)
-        onnx_graph.finish(model, config, cache, edge_qkv.__version__, facts)
+        model = graph.build(decoder, cache)
+        graph.finish(model, config, cache, edge_qkv.__version__, facts)
         _write_data(checkpoint, decoder, conversion, data, directory / DATA, progress)
-        onnx_graph.fill(model, lambda name: data.tensor(name, directory / DATA))
+        graph.fill(model, lambda name: data.tensor(name, directory / DATA))
         model.metadata_props[FINGERPRINT] = _fingerprint(model, directory / DATA)
         (directory / MODEL).write_bytes(_serialized(model))
 
