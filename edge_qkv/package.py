@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edge_qkv import files
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
 from edge_qkv.targets import TARGETS
 from edge_qkv.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 MANIFEST = "edge_qkv.json"
@@ -116,7 +119,7 @@ class Package:
         """What the engine keeps of a token, which may be more than the model needs."""
         return self.manifest["cache_bytes_per_token"]
 
-    def tokenizer(self):
+    def tokenizer(self) -> Tokenizer:
         """The package's tokenizer, or an `InputError` that says what to do without one."""
         if self.tokenizer_file is None:
             raise InputError(

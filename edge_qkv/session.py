@@ -62,9 +62,10 @@ class Session:
     the model that is loaded here, see `Model`.
 
     overflow says what happens when tokens do not fit: 'error' raises `ContextFull`; 'window' drops all but the first
-    `sinks` (None: 4) and the last `window` tokens (None: half of the context, sinks included); 'shift' drops the
-    oldest `block` tokens (None: a quarter of the context). Tokens after the dropped ones move up to their places;
-    models with learned positions are refused, for their cached rows cannot move.
+    `sinks` (None: `DEFAULT_SINKS`) and the last `window` tokens (None: half of the context, sinks included); 'shift'
+    drops the oldest `block` tokens (None: a quarter of the context). Tokens after the dropped ones move up to their
+    places; models with learned positions are refused, for their cached rows cannot move. These are the conversation's
+    window and sinks, beside which a model's layers may have their own.
 
     margin: rows that layers with a window keep behind it, for rewinds; 0: as many as the window. Raises `InputError`.
     """
