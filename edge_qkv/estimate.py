@@ -67,10 +67,9 @@ def _shapes(spec: LayerSpec, config: ModelConfig, stored: Weights, sizes: FileSi
     """(outputs, inputs, bias) of the matrices of a layer, as the target stores them."""
     step = stored.layers.block or 1
     mlp_width = spec.mlp_width + (-spec.mlp_width % step if sizes.pads_mlp else 0)
-    inner = {spec.mlp_width: mlp_width}
     return [
-        (inner.get(o, o) if name in ("gate", "up") else o, inner.get(i, i) if name == "down" else i, bias)
-        for name, o, i, bias in spec.matrices(config.width)
+        (mlp_width if name in ("gate", "up") else outputs, mlp_width if name == "down" else inputs, bias)
+        for name, outputs, inputs, bias in spec.matrices(config.width)
     ]
 
 
@@ -102,7 +101,7 @@ def _tables(config: ModelConfig, stored: Weights, sizes: FileSizes) -> Iterator[
 
 
 def _small_tensors(config: ModelConfig) -> Iterator[int]:
-    """Values of each norm and other weight of one dimension, biases aside."""
+    """The number of values of each norm and of each other weight of one dimension, biases aside."""
     norm = [config.width] * (2 if config.norm_bias else 1)
     yield from norm
     for spec in config.layers:

@@ -269,7 +269,7 @@ def _rows(runs: list[_Run], configs: dict[str, ModelConfig], arguments: argparse
 
 
 def of_quality(result: dict[str, Any]) -> list[report.Part]:
-    """The table, and what can be said of it."""
+    """The table, and what follows from it."""
     rows, recipe, model, data = (result[name] for name in ("variants", "recipe", "model", "data"))
     sizes = f"{model['layers']} layers, width {model['width']}, {model['heads']} heads, {model['positions']} positions"
     tokens = recipe["steps"] * recipe["batch"] * recipe["context"]

@@ -18,10 +18,10 @@ from edge_qkv.engines.coreml import StateCache
 from edge_qkv.errors import InputError
 from edge_qkv.estimate import estimate
 from edge_qkv.export import parity
-from edge_qkv.export.coreml import program as coreml_program
+from edge_qkv.export.coreml import program
 from edge_qkv.export.coreml import weights as coreml_weights
-from edge_qkv.export.coreml.evaluator import interpreter as coreml_evaluator
-from edge_qkv.export.packaging import Runner, Stored, check_space, write_package
+from edge_qkv.export.coreml.evaluator import interpreter
+from edge_qkv.export.packaging import ModelFile, Runner, check_space, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.package import Package
 from edge_qkv.targets import check_cache, named, stored_as
@@ -73,7 +73,7 @@ def export_coreml(
     def write_model(directory: Path) -> None:
         planned = estimate(config, weights, block or None, "coreml", chunk)
         check_space(directory, 2 * planned.weight_bytes)  # coremltools collects the weights before it makes the package
-        decoder = coreml_weights.load(checkpoint, coreml_program.attend, how, progress)
+        decoder = coreml_weights.load(checkpoint, program.attend, how, progress)
         facts = {
             "weight_bits": how.layers.bits,
             "block_size": block,
@@ -85,13 +85,13 @@ def export_coreml(
             "coremltools": version("coremltools"),
         }
         text = describe(config, cache, facts)
-        coreml_program.lower(decoder, chunk, text, directory / MODEL, progress)
+        program.lower(decoder, chunk, text, directory / MODEL, progress)
 
     more = {"prefill_chunk": chunk, "neural_engine_misfits": misfits(config, chunk)}
     return write_package(
         checkpoint,
         output,
-        Stored("coreml", weights, cache, block or None, more),
+        ModelFile("coreml", weights, cache, block or None, more),
         write_model,
         tokenizer=tokenizer,
         text=text,
@@ -105,7 +105,7 @@ def export_coreml(
 def open_evaluator(directory: Path, context: int) -> Iterator[tuple[parity.Score, str]]:
     """A `Runner` that computes what the program says in numpy, wherever it is: not what a device makes of it."""
     package = Package.open(directory, verify=False)
-    function = functools.cache(lambda name: coreml_evaluator.load(directory / MODEL, name))
+    function = functools.cache(lambda name: interpreter.load(directory / MODEL, name))
     cache = StateCache(package.config, package.manifest["prefill_chunk"], function)
 
     def score(tokens: Sequence[int]) -> np.ndarray:

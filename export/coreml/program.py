@@ -1,6 +1,6 @@
 """The decoder lowered to a Core ML program: functions that share weights, a state for each cached tensor.
 
-Core ML has no operators of ours: attention is said in its own, and what matters is that nothing copies a cache.
+Core ML has no operators of ours: attention is written in its own, and what matters is that nothing copies a cache.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def _rotate(spec: LayerSpec, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     start, half, size = spec.rotary_offset, spec.rotated // 2, x.shape[-1]
     middle, end = start + half, start + 2 * half
     a, b = x[..., start:middle], x[..., middle:end]
-    before, rest = [x[..., :start]] if start else [], [x[..., end:]] if int(size) > end else []
+    before = [x[..., :start]] if start else []
+    rest = [x[..., end:]] if int(size) > end else []
     return torch.cat([*before, a * cos - b * sin, b * cos + a * sin, *rest], dim=-1)
 
 

@@ -73,7 +73,7 @@ def edge_qkv_coreml_lookup(context, node) -> None:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredMatrix:
     """A matrix [N, K] as fp16, or as int8 codes of 4 or 8 bits with fp16 scales [N, blocks]."""
 
     weight: Tensor
@@ -81,7 +81,7 @@ class Stored:
     bits: int
 
     @classmethod
-    def of(cls, weight: Tensor, format: Format) -> Stored:
+    def of(cls, weight: Tensor, format: Format) -> StoredMatrix:
         how = format.of(weight.shape[1])
         if how.scale_bytes:
             return cls(*quantize_signed(weight, how.bits, how.block or weight.shape[1]), how.bits)
@@ -89,7 +89,7 @@ class Stored:
 
 
 class _Module(nn.Module):
-    def __init__(self, stored: Stored, bias: Tensor | None = None) -> None:
+    def __init__(self, stored: StoredMatrix, bias: Tensor | None = None) -> None:
         super().__init__()
         self.bits = stored.bits
         self.register_buffer("weight", stored.weight)
@@ -149,12 +149,12 @@ def load(checkpoint: Checkpoint, attend: Callable, how: Weights, progress: Progr
         progress("Reading weights", min(done, total), total)
         return tensor
 
-    tied: Stored | None = None
+    tied: StoredMatrix | None = None
     for path, module in list(decoder.named_modules()):
         parent, _, child = path.rpartition(".")
         if isinstance(module, (nn.Linear, nn.Embedding)):
             share = path == "head" and config.tied_head
-            stored = tied if share else Stored.of(read(f"{path}.weight"), _format(path, how))
+            stored = tied if share else StoredMatrix.of(read(f"{path}.weight"), _format(path, how))
             tied = stored if path == "embedding" else tied
             bias = read(f"{path}.bias").clone() if getattr(module, "bias", None) is not None else None
             replacement = StoredLinear(stored, bias) if isinstance(module, nn.Linear) else StoredTable(stored)

@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir import (
+    EdgeCompileConfig,
+    ExecutorchBackendConfig,
+    ExecutorchProgramManager,
+    to_edge_transform_and_lower,
+)
 from executorch.exir.passes import MemoryPlanningPass
 from torch import Tensor, nn
 
@@ -118,8 +123,8 @@ def trace(decoder: Decoder, cache: str, prefill_chunk: int) -> torch.export.Expo
         return torch.export.export(program, example, dynamic_shapes=dynamic, strict=False)
 
 
-def lower(decoder: Decoder, cache: str, prefill_chunk: int, texts: Mapping[str, str]):
-    """The finished program (an `ExecutorchProgramManager`) of a decoder that has `attend` as its operator.
+def lower(decoder: Decoder, cache: str, prefill_chunk: int, texts: Mapping[str, str]) -> ExecutorchProgramManager:
+    """The finished program of a decoder that has `attend` as its operator.
 
     A call takes up to `prefill_chunk` tokens. texts: become constant methods, by which the file describes itself.
     """

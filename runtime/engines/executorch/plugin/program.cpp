@@ -45,8 +45,9 @@ std::string reason(runtime::Error error) {
 
 aten::ScalarType scalar_type(const CacheLayout& layout, const CacheTensor& tensor) {
   if (tensor.scales) return aten::ScalarType::Half;
+  // By CacheType.
   constexpr aten::ScalarType kTypes[] = {aten::ScalarType::Float, aten::ScalarType::Half,
-                                         aten::ScalarType::Char};  // CacheType
+                                         aten::ScalarType::Char};
   return kTypes[static_cast<int>(layout.type)];
 }
 
