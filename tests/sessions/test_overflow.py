@@ -57,12 +57,13 @@ def _dropped(policy: dict, length: int, more: int) -> tuple[int, int]:
 
 def _drop(decoder: Decoder, caches, first: int, last: int, length: int) -> None:
     """Takes rows [first, last) out of the caches; rotated rows are turned back and to their new positions."""
-    config = decoder.config
-    cos, sin = rotary_tables(config) if config.rotary else (None, None)
+    spec = decoder.config.only
+    moves = spec.positions == "rotary-conjugate"
+    cos, sin = rotary_tables(spec, decoder.config.max_positions) if moves else (None, None)
     for layer in caches:
         for i, cache in enumerate(layer):
             rows = cache[:, :, last:length].clone()
-            if config.positions == "rotary-conjugate" and i == 0:
+            if moves and i == 0:
                 rows = rotate(rows, cos[last:length], -sin[last:length])
                 rows = rotate(rows, cos[first : first + length - last], sin[first : first + length - last])
             cache[:, :, first : first + length - last] = rows
