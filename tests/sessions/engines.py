@@ -27,7 +27,6 @@ CAN = {
     "memory": "budgets, trims to files, packed weights, a watch on pressure; the cache is committed row by row",
     "overflow": "rows can be dropped and moved",
     "windows": "the model has layers with a window, whose rows are given back",
-    "stop": "a call of the engine can be stopped inside",
     "archive": "snapshots are NumPy archives",
 }
 
@@ -56,7 +55,7 @@ _LEARNED = changed(TINY, sharing="qkv", kv_heads=4, positions="learned")
 _ONE_ROW = changed(TINY, positions="none")
 _MIXED = MIXED["local and global"]
 
-_NATIVE = frozenset(("threads", "memory", "overflow", "stop"))
+_NATIVE = frozenset(("threads", "memory", "overflow"))
 _ONNX = Engine("onnx", _NATIVE, options={"threads": 2})
 # A call takes CHUNK tokens at most.
 _EXECUTORCH = Engine("executorch", _NATIVE, export={"prefill_chunk": CHUNK}, options={"threads": 2})
@@ -70,7 +69,7 @@ _COREML = Engine(
     export={"prefill_chunk": CHUNK},
     of_largest=10 * 2**-11,
 )
-_LLAMA = Engine("gguf", frozenset(("threads", "stop", "archive")), _PLAIN, weights="f32", options={"threads": 1})
+_LLAMA = Engine("gguf", frozenset(("threads", "archive")), _PLAIN, weights="f32", options={"threads": 1})
 _LLAMA_FP16 = replace(_LLAMA, cache="fp16", of_largest=4 * 2**-11)  # flash attention rounds queries and sums as well
 
 ENGINES = {
