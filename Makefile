@@ -42,9 +42,9 @@ test-all: $(VENV)/installed
 test-arm64: $(VENV)/installed
 	$(BIN)/python tests/arm64/run.py
 
-# GGUF packages in llama.cpp itself.
+# GGUF packages in llama.cpp itself, and sessions on them.
 test-llama: $(VENV)/llama
-	$(BIN)/python -m pytest tests/llama -rP
+	$(BIN)/python -m pytest tests/llama tests/sessions -k llama -rP
 
 lint: $(VENV)/linted
 	$(BIN)/ruff check .

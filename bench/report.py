@@ -19,7 +19,7 @@ FILE = "bench.md"
 
 @dataclass
 class Part:
-    """A table, and what is to be said of it."""
+    """A table, and what explains it."""
 
     title: str
     header: Sequence[str] = ()

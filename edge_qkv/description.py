@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from edge_qkv.config import ModelConfig
+from edge_qkv.errors import InputError
 from edge_qkv.layer import LayerSpec
 
 FORMAT = 3
+OPERATOR = 2  # version of the attention operator, see `edge_qkv.export.operator`
+MOST_BYTES = 1 << 16  # of a description, as the runtime reads it
 # What a model file calls its two texts.
 DESCRIPTION, FINGERPRINT = "edge_qkv.description", "edge_qkv.fingerprint"
 
@@ -33,7 +36,13 @@ def describe(config: ModelConfig, cache: str, facts: Mapping[str, int | str]) ->
     text = "".join(f"{name} {value}\n" for name, value in lines.items())
     for name, spec in config.kinds.items():
         text += "".join(f"{fact} {value}\n" for fact, value in _kind(name, spec))
-    return f"{text}pattern {' '.join(config.pattern)}\n"
+    text += f"pattern {' '.join(config.pattern)}\n"
+    if len(text) > MOST_BYTES:
+        raise InputError(
+            f"the model's description has {len(text):,} bytes and a model file holds {MOST_BYTES:,}; "
+            "give fewer kinds of layers, or shorter names"
+        )
+    return text
 
 
 def _kind(name: str, spec: LayerSpec) -> Iterator[tuple[str, int | str]]:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from edge_qkv.config import ModelConfig
-from edge_qkv.description import describe
-from edge_qkv.export import operator
+from edge_qkv.description import OPERATOR, describe
 from edge_qkv.formats import Weights
 from edge_qkv.layer import LayerSpec
 from edge_qkv.targets import FileSizes, named, stored_as
@@ -54,26 +53,23 @@ def estimate(
     facts = {
         "weight_bits": stored.layers.bits,
         "block_size": block,
-        "weight_bytes": on_disk + program,
         "matrix_bytes": sum(matrices) + sum(head),
         "table_bytes": sum(tables),
         "prefill_chunk": chunk,
         "cache_rows": 0,
-        "operator": operator.VERSION,
+        "operator": OPERATOR,
     }
-    return Estimate(
-        describe(config, cache, facts), facts["weight_bytes"], facts["matrix_bytes"], facts["table_bytes"], chunk
-    )
+    text = describe(config, cache, facts)
+    return Estimate(text, on_disk + program, facts["matrix_bytes"], facts["table_bytes"], chunk)
 
 
 def _shapes(spec: LayerSpec, config: ModelConfig, stored: Weights, sizes: FileSizes) -> list[tuple[int, int, bool]]:
     """(outputs, inputs, bias) of the matrices of a layer, as the target stores them."""
     step = stored.layers.block or 1
     mlp_width = spec.mlp_width + (-spec.mlp_width % step if sizes.pads_mlp else 0)
-    inner = {spec.mlp_width: mlp_width}
     return [
-        (inner.get(o, o) if name in ("gate", "up") else o, inner.get(i, i) if name == "down" else i, bias)
-        for name, o, i, bias in spec.matrices(config.width)
+        (mlp_width if name in ("gate", "up") else outputs, mlp_width if name == "down" else inputs, bias)
+        for name, outputs, inputs, bias in spec.matrices(config.width)
     ]
 
 
@@ -105,7 +101,7 @@ def _tables(config: ModelConfig, stored: Weights, sizes: FileSizes) -> Iterator[
 
 
 def _small_tensors(config: ModelConfig) -> Iterator[int]:
-    """Values of each norm and other weight of one dimension, biases aside."""
+    """The number of values of each norm and of each other weight of one dimension, biases aside."""
     norm = [config.width] * (2 if config.norm_bias else 1)
     yield from norm
     for spec in config.layers:

@@ -42,19 +42,20 @@ class Format:
         return -(-rows * blocks * block * how.bits // 8), rows * blocks * how.scale_bytes
 
     def chosen(self, block: int) -> Format:
+        """With the block size that --block-size gives, where this format takes it."""
         return replace(self, block=block) if self.block == CHOSEN else self
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What a weight type of a target stores how."""
+    """How a weight type of a target stores each kind of matrix."""
 
     layers: Format
     head: Format
     embedding: Format
     positions: Format  # learned ones
     default_block: int = 0  # 0: takes no block size
-    also: str = ""  # its name in the other targets, every one of which has an int8 and an int4
+    also: str = ""  # the name for it that all targets know, such as int8 or int4
 
     def chosen(self, block: int) -> Weights:
         """With the block size that --block-size gives."""

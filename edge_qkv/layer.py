@@ -49,14 +49,14 @@ class LayerSpec:
     value_dim: int = 0  # 0: head_dim
     sharing: str = "qkv"
     query: str = "projected"
-    rows_of: str = ""  # the kind whose last earlier layer's rows this one reads, and writes none; "": its own
+    rows_of: str = ""  # the kind whose rows it reads (the last such layer before it), writing none; "": its own
     positions: str = "none"
     rotary_dim: int = 0  # values of a row that are rotated; 0: all from rotary_offset on
     rotary_offset: int = 0  # the first of them
     rotary_base: float = 10000.0
     rotary_frequencies: tuple[float, ...] = ()  # radians a position for each pair; empty: base ** (-2i / rotary_dim)
     qk_norm: str = "none"
-    value_norm: bool = False  # RMSNorm without weight of each head's value, where it is a part of the row in its place
+    value_norm: bool = False  # RMSNorm without weight of each head's value; of a unified row, its first V values
     key_weight: bool = False  # keys are a weight [D] times the row, values are the row: K = RoPE(w * V)
     window: int = 0  # tokens a query sees, itself included; 0: all
     sinks: int = 0  # first tokens that every query sees besides its window (arXiv 2309.17453)

@@ -14,7 +14,7 @@ from edge_qkv.packing import is_packed
 from edge_qkv.planning import plan
 from edge_qkv.sizes import parse_size
 
-DEFAULT_CHUNK = 128
+DEFAULT_CHUNK = 128  # tokens evaluated at once; as kPrefillChunk in runtime/core/plan.h
 _TRIM_LEVELS = {"workspace": 1, "idle": 2, "all": 3}
 
 
@@ -25,10 +25,10 @@ class Model:
     "512MB", for everything that this model and its sessions add to the process; what it cannot hold is refused
     before any weight is read, and sessions share it: they evaluate in turns, and the caches of those least recently
     used are moved to files when one needs the room. context, prefill_chunk: the longest session to plan the budget
-    for, in tokens (None: the longest that it holds), and the largest chunk (0: 128). packed: directory of weights that
-    `pack` has prepared for this processor (None: the default one; False: do not use them). spill: directory for caches
-    that leave RAM (None: the system's for temporary files). progress: called as the files are checked, see
-    `Package.verify`.
+    for, in tokens (None: the longest that it holds), and the largest chunk (0: `DEFAULT_CHUNK`). packed: directory of
+    weights that `pack` has prepared for this processor (None: the default one; False: do not use them). spill:
+    directory for caches that leave RAM (None: the system's for temporary files). progress: called as the files are
+    checked, see `Package.verify`.
 
     Packages for coreml and gguf refuse memory, packed and spill, those for coreml threads as well. Raises `InputError`.
     """
@@ -55,8 +55,14 @@ class Model:
         self._budget = 0 if memory is None else parse_size(memory, "memory")
         self.package = Package.open(package, verify=False)
         if self._budget:  # refused before the files are read for their hashes
-            facts = dict(memory=self._budget, context=context, prefill_chunk=prefill_chunk, threads=threads)
-            plan(self.package, packed=is_packed(self.package, packed), **facts)
+            plan(
+                self.package,
+                packed=is_packed(self.package, packed),
+                memory=self._budget,
+                context=context,
+                prefill_chunk=prefill_chunk,
+                threads=threads,
+            )
         if verify:
             self.package.verify(progress)
         options = ModelOptions(threads, self._budget, context or 0, prefill_chunk, packed, spill)
@@ -74,9 +80,9 @@ class Model:
     def trim(self, level: str = "idle") -> None:
         """Gives memory back; whatever was given up comes back by itself when it is used, and no result changes.
 
-        'workspace': buffers between evaluations; 'idle': and the caches of all sessions but the last used, which are
-        moved to files; 'all': and that one's, and the pages of the weights. Sessions that another thread is in are
-        left alone. The engines of coreml and gguf packages have nothing to give back.
+        'workspace': buffers between evaluations; 'idle': also the caches of all sessions but the last used, which are
+        moved to files; 'all': also the cache of that one, and the pages of the weights. Sessions that another thread
+        is in are left alone. The engines of coreml and gguf packages have nothing to give back.
         """
         if level not in _TRIM_LEVELS:
             raise InputError(f"level {level!r} is not known; choose one of {', '.join(_TRIM_LEVELS)}")
@@ -94,8 +100,10 @@ class Model:
         return self._engine.open_session(options)
 
     def close(self) -> None:
-        """Frees the memory, after a call that another thread is in, or this one where a signal handler closes; the
-        model must not be used after, its sessions may."""
+        """Frees the memory, once the call that a thread is in has ended (this thread's, in a signal handler).
+
+        The model must not be used afterwards; its sessions may.
+        """
         self._engine.close()
 
     def __enter__(self) -> Model:

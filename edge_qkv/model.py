@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections and norms around the operator; which of them exist is said by the kind of layer."""
+    """Projections and norms around the operator; the kind of layer decides which of them exist."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec, attend: Callable) -> None:
         super().__init__()

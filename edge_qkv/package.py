@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edge_qkv import files
 from edge_qkv.config import ModelConfig
 from edge_qkv.errors import InputError
 from edge_qkv.targets import TARGETS
 from edge_qkv.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 MANIFEST = "edge_qkv.json"
@@ -60,8 +63,8 @@ class Package:
             raise InputError(f"{manifest_file}: has stop_tokens or parity of the wrong type; export the package again")
         if not isinstance(manifest.get("cache_bytes_per_token"), int):
             raise InputError(f"{manifest_file}: does not say its cache_bytes_per_token; export the package again")
-        for name, facts in listed.items():
-            _check_file(path, name, facts)
+        for name, entry in listed.items():
+            _check_file(path, name, entry)
         package = cls(path.absolute(), manifest, config)  # files are opened later, the current directory may change
         if verify:
             package.verify(progress)
@@ -73,7 +76,7 @@ class Package:
         progress(done, total), in bytes, is called after each block, and at the end whatever that is.
         """
         listed = self.manifest["files"]
-        done, total = 0, sum(facts["bytes"] for facts in listed.values())
+        done, total = 0, sum(entry["bytes"] for entry in listed.values())
 
         def read(count: int) -> None:
             nonlocal done
@@ -82,8 +85,8 @@ class Package:
                 progress(done, total)
 
         try:
-            for name, facts in listed.items():
-                if files.sha256(self.path / name, read) != facts.get("sha256"):
+            for name, entry in listed.items():
+                if files.sha256(self.path / name, read) != entry.get("sha256"):
                     raise InputError(
                         f"{self.path / name}: is damaged (its SHA-256 differs); "
                         "copy the package again or export it again"
@@ -116,7 +119,7 @@ class Package:
         """What the engine keeps of a token, which may be more than the model needs."""
         return self.manifest["cache_bytes_per_token"]
 
-    def tokenizer(self):
+    def tokenizer(self) -> Tokenizer:
         """The package's tokenizer, or an `InputError` that says what to do without one."""
         if self.tokenizer_file is None:
             raise InputError(
@@ -145,17 +148,17 @@ def listed_files(path: Path) -> list[str]:
     return sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
 
 
-def _check_file(folder: Path, name: str, facts: Any) -> None:
+def _check_file(folder: Path, name: str, entry: Any) -> None:
     file, inside = folder / str(name), PurePosixPath(name)
     unsound = inside.is_absolute() or ".." in inside.parts or name in ("", ".") or str(inside) != name
     if unsound or set(name) & {"\\", ":"}:  # by which Windows would leave the directory
         raise InputError(f"{folder / MANIFEST}: lists {name!r}, which is no file of a package; export it again")
-    if not isinstance(facts, dict) or not isinstance(facts.get("bytes"), int):
+    if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int):
         raise InputError(f"{folder / MANIFEST}: says nothing about {name}; export the package again")
     if not file.is_file():
         raise InputError(f"{file}: is missing from the package; copy the whole directory or export it again")
-    if file.stat().st_size != facts["bytes"]:
+    if file.stat().st_size != entry["bytes"]:
         raise InputError(
-            f"{file}: has {file.stat().st_size:,} bytes, not {facts['bytes']:,}; "
+            f"{file}: has {file.stat().st_size:,} bytes, not {entry['bytes']:,}; "
             "copy the package again or export it again"
         )

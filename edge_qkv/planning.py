@@ -10,6 +10,7 @@ import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from edge_qkv import _native
 from edge_qkv.checks import chunk_size, thread_count, whole
@@ -27,8 +28,8 @@ from edge_qkv.targets import cache_bytes_per_token, named
 class Plan:
     """Bytes beyond what the process has without the runtime, at full context.
 
-    `total` is `expected` and the margin by which measurements differ: the least budget for this context.
-    `anonymous` is what of it no memory pressure gives back; pages of files can be dropped and read again.
+    `total` is `expected` and `margin`, by which measurements differ from it: the least budget for this context.
+    `anonymous` is the part of it that no memory pressure gives back; pages of files can be dropped and read again.
     """
 
     context: int  # tokens
@@ -69,18 +70,21 @@ def plan(
     prefill_chunk: int = 0,
     threads: int = 0,
     packed: bool | None = None,
+    margin: int = 0,
 ) -> Plan:
-    """The plan of a package, or of a model that is not exported yet: its config, a checkpoint, "random:1.2B/Q-MQA",
-    or a published size such as "1.2B/Q-MQA".
+    """The plan of a package, or of a model that is not exported yet: its config or a config.json, a checkpoint,
+    "random:1.2B/Q-MQA", or a published size such as "1.2B/Q-MQA".
 
     memory: the budget, in bytes or as "512MB"; "min" or None: none, the plan then says what the least is.
     context: tokens; "max" or None: the longest that the budget holds, without one the longest the model allows.
     cache: of a package, default its own; else "fp16". weights, block_size, target: as `edge-qkv export` takes them, for
-    a model that is not exported. prefill_chunk: prompt tokens evaluated at once; 0: 128, or what the package has.
+    a model that is not exported. prefill_chunk: prompt tokens evaluated at once; 0: the default, or the package's.
     packed: whether the weights are packed for this processor; None: whether `pack` has done it for this package, and
-    not for a model that is not exported.
+    not for a model that is not exported. margin: rows that layers with a window keep behind it, as `Session` takes it;
+    0: as many as the window.
 
-    Raises `OverBudget` with everything that would fit when the budget does not hold it, `InputError`.
+    Raises `OverBudget`, which says what would fit, when the budget does not hold the plan, and `InputError` for
+    options that make no sense.
     """
     allowed = None if memory in (None, "min") else parse_size(memory)
     wanted = 0 if context in (None, "max") else whole(context, "context", 1)
@@ -92,6 +96,7 @@ def plan(
         prefill_chunk=chunk_size(prefill_chunk),
         threads=thread_count(threads),
         cache_type=cache.encode() if cache else None,
+        margin=whole(margin, "margin"),
     )
     model = planned_model(model)
     package = None if isinstance(model, ModelConfig) else model
@@ -116,6 +121,8 @@ def plan(
         _native.call("eqkv_plan_package", os.fsencode(package.path), ctypes.byref(options), ctypes.byref(info))
     values = {name: getattr(info, name) for name, _ in info._fields_ if name != "struct_size"}
     values["cache_type"] = info.cache_type.decode()
+    if exported:
+        values["weight_bytes"] = exported.weight_bytes
     return Plan(**values, packed=bool(options.packed), memory=allowed)
 
 
@@ -160,7 +167,7 @@ def _of_weights_and_cache(
     )
 
 
-def fits(model: str | Path | Package | ModelConfig, **options) -> Plan | None:
+def fits(model: str | Path | Package | ModelConfig, **options: Any) -> Plan | None:
     """`plan`, or None where the budget does not hold it."""
     try:
         return plan(model, **options)
@@ -177,6 +184,8 @@ def planned_model(model: str | Path | Package | ModelConfig) -> Package | ModelC
         return Package.open(name, verify=False)
     if name.partition("/")[0] in PRESETS and not Path(name).exists():
         return preset(name)
+    if name.endswith(".json"):
+        return ModelConfig.from_file(name)
     from edge_qkv.checkpoints import read_checkpoint
 
     return read_checkpoint(name).config

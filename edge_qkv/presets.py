@@ -42,7 +42,7 @@ def apply_variant(config: ModelConfig, variant: str) -> ModelConfig:
         known = ", ".join(f"{n}-N" if heads == "some" else n for n, (_, heads) in VARIANTS.items())
         raise InputError(f"variant {variant!r} is not known; choose one of {known} (N: kv heads)")
     sharing, heads = VARIANTS[name]
-    kv_heads = groups if groups is not None else config.only.heads if heads == "all" else heads
+    kv_heads = {"some": groups, "all": config.only.heads}.get(heads, heads)
     return config.with_layers(sharing=sharing, kv_heads=kv_heads)
 
 

@@ -57,14 +57,15 @@ class Session:
     """One conversation.
 
     package: a package directory or a loaded `Model`. context: capacity in tokens (the native engines commit memory as
-    rows are written, others at once); "max": all that the budget or the model allows; None: that with a budget, else
-    4096. prefill_chunk: tokens evaluated at once; 0: 128. memory, packed, spill, progress: of the model that is loaded
-    here, see `Model`.
+    rows are written, others at once); "max": all that the budget or the model allows; None: so with a budget, else
+    `DEFAULT_CONTEXT`. prefill_chunk: tokens evaluated at once; 0: `DEFAULT_CHUNK`. memory, packed, spill, progress: of
+    the model that is loaded here, see `Model`.
 
     overflow says what happens when tokens do not fit: 'error' raises `ContextFull`; 'window' drops all but the first
-    `sinks` (None: 4) and the last `window` tokens (None: half of the context, sinks included); 'shift' drops the
-    oldest `block` tokens (None: a quarter of the context). Tokens after the dropped ones move up to their places;
-    models with learned positions are refused, for their cached rows cannot move.
+    `sinks` (None: `DEFAULT_SINKS`) and the last `window` tokens (None: half of the context, sinks included); 'shift'
+    drops the oldest `block` tokens (None: a quarter of the context). Tokens after the dropped ones move up to their
+    places; models with learned positions are refused, for their cached rows cannot move. These are the conversation's
+    window and sinks, beside which a model's layers may have their own.
 
     margin: rows that layers with a window keep behind it, for rewinds; 0: as many as the window. Raises `InputError`.
     """
@@ -194,8 +195,10 @@ class Session:
 
     @_by_one_thread
     def take_back(self, count: int) -> None:
-        """Forgets the last `count` tokens, or all where there are fewer, and the generation that yielded them goes on
-        before them: unlike after `rewind`, what follows the token before them is known."""
+        """Forgets the last `count` tokens, or all where there are fewer, in `generated` as well.
+
+        A generation can go on from there: unlike after `rewind`, the last token left has logits.
+        """
         count, tokens = whole(count, "tokens to take back"), self.tokens
         length = max(0, len(tokens) - count)
         if 0 < length < len(self._evaluated):  # the logits after it are gone: evaluated once more
@@ -377,8 +380,10 @@ class Session:
         return {n: getattr(process, n) for n in names} | {n: getattr(session, n) for n in caches}
 
     def close(self) -> None:
-        """Frees the cache, after a call that another thread is in, or this one where a signal handler closes; the
-        session must not be used after."""
+        """Frees the cache, once the call that a thread is in has ended (this thread's, in a signal handler).
+
+        The session must not be used afterwards.
+        """
         self._engine.close()
 
     def __enter__(self) -> Session:

@@ -46,13 +46,13 @@ class Target:
     model_file: str  # what the engine opens, a file or a directory
     engine: str  # its name in the native library, or for a person
     needs: Mapping[str, str]  # modules that an export imports -> how to have them
-    weights: dict[str, Weights]  # by --weights, the first fp32 or its likeness
+    weights: dict[str, Weights]  # by the name that --weights takes; the first rounds least
     sizes: FileSizes
     hosted: str = ""  # the module of `edge_qkv.engines` that runs it; "": the native library does
     unknown_memory: str = ""  # what no plan knows of a hosted engine's memory
     prefill_chunk: int = 0  # the most tokens of a call, unless an export is told otherwise; 0: any number
     caches: tuple[str, ...] = tuple(CACHE_BYTES)  # types that the engine can keep
-    context_multiple: int = 1  # the cache has room for whole ones of so many tokens
+    context_multiple: int = 1  # the room of a cache is a multiple of so many tokens
     whole_cache: bool = False  # the cache has room for all positions of the model, whatever a session's context
     runs_on: str = ""  # where a package runs, if not everywhere
     kept: Callable[[ModelConfig], ModelConfig] = field(default=lambda config: config)  # the model as the engine has it

@@ -5,9 +5,13 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edge_qkv import files
 from edge_qkv.errors import EdgeQKVError, InputError, one_line
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # Names that tokenizers give to the token that ends a text.
 _END_TOKENS = (
@@ -22,7 +26,7 @@ _END_TOKENS = (
 )
 
 
-def load_tokenizer(path: Path, vocab_size: int):
+def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
     """Reads a `tokenizer.json` and checks that the model has a row for each of its tokens."""
     from tokenizers import Tokenizer
 
@@ -44,12 +48,12 @@ def load_tokenizer(path: Path, vocab_size: int):
     return tokenizer
 
 
-def stop_tokens(tokenizer) -> list[int]:
+def stop_tokens(tokenizer: Tokenizer) -> list[int]:
     """Ids of the tokens of a tokenizer that end a text."""
     return sorted(i for name in _END_TOKENS if (i := tokenizer.token_to_id(name)) is not None)
 
 
-def encode(tokenizer, text: str, stops: frozenset[int], start: bool) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str, stops: frozenset[int], start: bool) -> list[int]:
     """The ids of `text`; `start` puts the tokens before it that open a text (never one that ends it).
 
     Raises `InputError` for text that the tokenizer cannot express.
@@ -64,7 +68,7 @@ def encode(tokenizer, text: str, stops: frozenset[int], start: bool) -> list[int
         raise InputError(f"the tokenizer cannot encode this text ({one_line(error)})") from None
 
 
-def stream_text(tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
+def stream_text(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
     """Yields the text of `tokens`, a piece a token; a character is held back until its last byte is there.
 
     The prompt's ids are what the tokens follow: some tokenizers write a space only between words.

@@ -9,7 +9,6 @@ from typing import Any
 
 from edge_qkv.layer import LayerSpec
 
-VERSION = 2
 INPUTS = (
     *("query", "kv", "cache", "past", "cos", "sin", "value", "value_cache"),
     *("cache_scale", "value_cache_scale", "key_weight"),

@@ -24,7 +24,7 @@ Runner = Callable[[Path, int], AbstractContextManager[tuple[parity.Score, str]]]
 
 
 @dataclass(frozen=True)
-class Stored:
+class ModelFile:
     """What the manifest says of the model file."""
 
     target: str
@@ -37,7 +37,7 @@ class Stored:
 def write_package(
     checkpoint: Checkpoint,
     output: Path,
-    stored: Stored,
+    model_file: ModelFile,
     write_model: Callable[[Path], None],
     *,
     tokenizer: Path | None,
@@ -65,15 +65,15 @@ def write_package(
             shutil.copyfile(tokenizer, directory / "tokenizer.json")
         manifest = {
             "format": package.FORMAT,
-            "target": stored.target,
+            "target": model_file.target,
             "created_by": f"edge-qkv {edge_qkv.__version__}",
             "checkpoint_format": checkpoint.format,
             "config": config.to_dict(),
-            "weights": stored.weights,
-            "block_size": stored.block_size,
-            "cache": stored.cache,
-            "cache_bytes_per_token": config.cache_bytes_per_token(stored.cache),
-            **stored.more,
+            "weights": model_file.weights,
+            "block_size": model_file.block_size,
+            "cache": model_file.cache,
+            "cache_bytes_per_token": config.cache_bytes_per_token(model_file.cache),
+            **model_file.more,
             "stop_tokens": stops,
             "files": _listed(directory, progress),
             "parity": None,

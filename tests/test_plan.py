@@ -186,7 +186,7 @@ def test_a_package_is_planned_without_reading_its_weights(tiny_package, tmp_path
 def test_a_model_over_budget_is_refused_before_the_engine_is_opened(tiny_package):
     model = ctypes.c_void_p()
     options = _native.ModelOptions(engine_library=b"/nowhere/libonnxruntime.so", memory=1_000_000, context=64)
-    with pytest.raises(OverBudget, match=r"tiny: A context of 64 tokens needs .* and 1\.0 MB are allowed"):
+    with pytest.raises(OverBudget, match=r"tiny/model\.onnx: A context of 64 tokens needs .* and 1\.0 MB are allowed"):
         _native.call("eqkv_model_open", os.fsencode(tiny_package), ctypes.byref(options), ctypes.byref(model))
     options.memory = 0
     with pytest.raises(InputError, match="ONNX Runtime cannot be opened"):

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from edge_qkv.bench import machine, plots, report
-from edge_qkv.bench.attention import executorch as attention_executorch
-from edge_qkv.bench.attention import onnx as attention_onnx
+from edge_qkv.bench.attention import executorch, onnx
 from edge_qkv.bench.attention.problem import HEAD_DIM, HEADS, Bound, Contestant, Missing, check, make_problem
 from edge_qkv.bench.common import add_output, command_line, prepare_output, run, say
 from edge_qkv.bench.figures import figure, written
@@ -40,16 +39,16 @@ FIRST_FP16 = "GroupQueryAttention, fp16"
 FP16, INT8 = "UnifiedKVAttention, fp16", "UnifiedKVAttention, int8"
 
 CONTESTANTS = (
-    Contestant(FIRST, attention_onnx.group_query(np.float32), 1e-4),
-    Contestant(FIRST_FP16, attention_onnx.group_query(np.float16), 1e-2),
-    Contestant(FP16, attention_onnx.operator("fp16"), 1e-4, ours=True),
-    Contestant(INT8, attention_onnx.operator("int8"), 1e-3, ours=True),
-    Contestant("its function, fp16", attention_onnx.function("fp16"), 1e-4),
-    Contestant("its function, int8", attention_onnx.function("int8"), 1e-3),
-    Contestant("ExecuTorch sdpa_with_kv_cache, fp32", attention_executorch.sdpa, 1e-4),
-    Contestant("ExecuTorch custom_quantized_sdpa, int8", attention_executorch.quantized_sdpa, 3e-2),
-    Contestant("UnifiedKVAttention in ExecuTorch, fp16", attention_executorch.operator("fp16"), 1e-4),
-    Contestant("UnifiedKVAttention in ExecuTorch, int8", attention_executorch.operator("int8"), 1e-3),
+    Contestant(FIRST, onnx.group_query(np.float32), 1e-4),
+    Contestant(FIRST_FP16, onnx.group_query(np.float16), 1e-2),
+    Contestant(FP16, onnx.operator("fp16"), 1e-4, ours=True),
+    Contestant(INT8, onnx.operator("int8"), 1e-3, ours=True),
+    Contestant("its function, fp16", onnx.function("fp16"), 1e-4),
+    Contestant("its function, int8", onnx.function("int8"), 1e-3),
+    Contestant("ExecuTorch sdpa_with_kv_cache, fp32", executorch.sdpa, 1e-4),
+    Contestant("ExecuTorch custom_quantized_sdpa, int8", executorch.quantized_sdpa, 3e-2),
+    Contestant("UnifiedKVAttention in ExecuTorch, fp16", executorch.operator("fp16"), 1e-4),
+    Contestant("UnifiedKVAttention in ExecuTorch, int8", executorch.operator("int8"), 1e-3),
 )
 
 SUMMARY = "Compare the attention operator with those of ONNX Runtime and ExecuTorch: one token over one kv head."

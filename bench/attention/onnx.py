@@ -12,7 +12,8 @@ import numpy as np
 
 from edge_qkv import _native
 from edge_qkv.bench.attention.problem import HEAD_DIM, HEADS, Bound, Problem
-from edge_qkv.export.operator import VERSION, attributes
+from edge_qkv.description import OPERATOR
+from edge_qkv.export.operator import attributes
 from edge_qkv.layer import LayerSpec
 
 _SPEC = LayerSpec(heads=HEADS, head_dim=HEAD_DIM, kv_heads=1, mlp_width=1, sharing="q-k=v")
@@ -104,7 +105,7 @@ def _session(
     domains = [
         helper.make_opsetid("", 21),
         helper.make_opsetid("com.microsoft", 1),
-        helper.make_opsetid("edge_qkv", VERSION),
+        helper.make_opsetid("edge_qkv", OPERATOR),
     ]
     model = helper.make_model(graph, opset_imports=domains, ir_version=10, functions=functions)
     options = onnxruntime.SessionOptions()

@@ -32,7 +32,7 @@ def random_package(name: str, config: ModelConfig, directory: Path, target: str,
     """
     kind, *_ = stored_as(target, weights)
     cache_bytes_per_token(config, cache, target)  # refuses a cache that the engine has not
-    path = directory / f"{name.replace('/', '-')}-{config.layers}-layers-{target}-{kind}-{cache}"
+    path = directory / f"{name.replace('/', '-')}-{len(config.layers)}-layers-{target}-{kind}-{cache}"
     if (found := _earlier(path, config)) is not None:
         return found
     if importlib.util.find_spec("torch") is None:

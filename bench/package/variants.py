@@ -98,8 +98,8 @@ def _variants(arguments: argparse.Namespace) -> None:
         arguments.output,
         machine=machine.describe(),
         options={"threads": threads, "repeats": repeats, "seconds": SECONDS},
-        model=model.name if model.whole else f"{model.name}, first {model.config.layers} layers",
-        layers=model.config.layers,
+        model=model.name if model.whole else f"{model.name}, first {len(model.config.layers)} layers",
+        layers=len(model.config.layers),
         target=arguments.target or "onnx",
         weights=arguments.weights or "int4",
         cache=arguments.cache or "fp16",
@@ -127,15 +127,17 @@ def _model(arguments: argparse.Namespace) -> _Model:
     layers = arguments.layers
     if layers is None:
         return _Model(name, config, True)
-    layers = whole(layers, "--layers", 1, config.layers, f", the layers of {name}")
-    return _Model(name, replace(config, layers=layers), layers == config.layers)
+    most = len(config.layers)
+    layers = whole(layers, "--layers", 1, most, f", the layers of {name}")
+    return _Model(name, replace(config, pattern=config.pattern[:layers]), layers == most)
 
 
 def _names(config: ModelConfig) -> list[str]:
     """The six variants of the paper's deployment tables that fit the number of heads."""
-    grouped = 4 if config.heads <= 16 else 8
+    heads = config.only.heads
+    grouped = 4 if heads <= 16 else 8
     names = ("QKV", f"GQA-{grouped}", "MQA", "Q-K=V", "Q-GQA-4", "Q-MQA")
-    return [name for name in names if "GQA" not in name or config.heads % int(name[-1]) == 0]
+    return [name for name in names if "GQA" not in name or heads % int(name[-1]) == 0]
 
 
 def _measured(

@@ -381,8 +381,8 @@ def _cache_bytes(one: Participant) -> int:
     """Of a token, as the contestant keeps it."""
     if one.contestant.kind != "GroupQueryAttention":
         return one.package.cache_bytes_per_token
-    config = one.package.config
-    return config.layers * 2 * config.kv_heads * config.head_dim * 4
+    config = one.package.config  # a float32 key and a value, of as many heads
+    return len(config.layers) * 2 * config.only.kv_heads * config.only.head_dim * 4
 
 
 if __name__ == "__main__":

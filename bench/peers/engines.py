@@ -86,11 +86,11 @@ class Llama:
         if not self._context:
             raise EdgeQKVError(f"{package.path}: llama.cpp cannot open a session of {context} tokens")
         self._vocabulary = config.vocab_size
-        width, fp16 = config.kv_heads * config.head_dim, np.dtype(np.float16)
+        width, fp16 = config.only.kv_heads * config.only.head_dim, np.dtype(np.float16)
         # Values are transposed without flash attention, which llama.cpp also leaves out where it finds it has none.
         orders = (False, True) if flash else (True,)
         parts = ("keys", "values")
-        self._layouts = [Layout(config.layers, width, fp16, parts, transposed) for transposed in orders]
+        self._layouts = [Layout(len(config.layers), width, fp16, parts, transposed) for transposed in orders]
         self._past = 0
 
     def fill(self, depth: int) -> None:
@@ -228,8 +228,8 @@ class GroupQuery(_OnnxRuntime):
     def _graph(self, package: Package) -> bytes:
         import onnx
 
-        config = package.config
-        if not config.unified or config.rotary or config.window:
+        spec = package.config.only
+        if not spec.unified or spec.rotary or spec.window or spec.key_weight or spec.values != spec.head_dim:
             raise InputError("takes unified rows without rotary positions or a window only")
         model = onnx.load(package.path / "model.onnx", load_external_data=False)
         helper, graph = onnx.helper, model.graph
@@ -237,7 +237,7 @@ class GroupQuery(_OnnxRuntime):
         for values in (graph.input, graph.output):
             for value in [value for value in values if "." in value.name]:
                 values.remove(value)
-        shape = [1, config.kv_heads, "C", config.head_dim]
+        shape = [1, spec.kv_heads, "C", spec.head_dim]
         float32, int32 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32
         graph.input.append(helper.make_tensor_value_info("last", int32, [1]))
         graph.input.append(helper.make_tensor_value_info("length", int32, []))
@@ -251,8 +251,8 @@ class GroupQuery(_OnnxRuntime):
                 [query, row, row, *caches, "last", "length"],
                 [out, *updated],
                 domain="com.microsoft",
-                num_heads=config.heads,
-                kv_num_heads=config.kv_heads,
+                num_heads=spec.heads,
+                kv_num_heads=spec.kv_heads,
                 scale=scale,
             )
             node.CopyFrom(replaced)

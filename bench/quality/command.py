@@ -248,8 +248,8 @@ def _rows(runs: list[_Run], configs: dict[str, ModelConfig], arguments: argparse
                 "variant": name,
                 "parameters": done[0].report["parameters"],
                 "cache_bytes_per_token": config.cache_bytes_per_token(),
-                "mlp_width": config.mlp_width,
-                "attention_scale": config.scale,
+                "mlp_width": config.only.mlp_width,
+                "attention_scale": config.only.scale,
                 "weight_decay": recipe.weight_decay,
                 "perplexity": ranking.mean([run.report["held_out_perplexity"] for run in done]),
                 "paper": PAPER.get(name),
@@ -269,7 +269,7 @@ def _rows(runs: list[_Run], configs: dict[str, ModelConfig], arguments: argparse
 
 
 def of_quality(result: dict[str, Any]) -> list[report.Part]:
-    """The table, and what can be said of it."""
+    """The table, and what follows from it."""
     rows, recipe, model, data = (result[name] for name in ("variants", "recipe", "model", "data"))
     sizes = f"{model['layers']} layers, width {model['width']}, {model['heads']} heads, {model['positions']} positions"
     tokens = recipe["steps"] * recipe["batch"] * recipe["context"]

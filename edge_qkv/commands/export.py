@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="W",
-        help="in layers that see all tokens, a token sees the last W of them; 0: as the checkpoint says",
+        help="a token sees the last W tokens, in the layers that see the most; 0: as the checkpoint says",
     )
     add("--sinks", type=int, default=0, metavar="S", help="and the first S tokens; 0: as the checkpoint says")
     add("--capacity", type=int, metavar="TOKENS", help="longest context of the package; default: all the model allows")

@@ -44,7 +44,7 @@ _GROUPS = 4, 8  # kv heads of the grouped variants of arXiv 2606.04032, by the n
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EPILOG
     add = parser.add_argument
-    add("model", help="package, checkpoint, random:1.2B/Q-MQA, or a published size such as 300M or 1.2B/Q-GQA-4")
+    add("model", help="package, checkpoint, config.json, or a published size such as 300M or 1.2B/Q-GQA-4")
     add("--memory", "--budget", metavar="BYTES", help="budget as 512MB or 1.5GiB; min: the least that is needed")
     add("--context", default="max", metavar="N", help="tokens; max: the longest that the budget holds")
     add("--cache", choices=tuple(CACHE_BYTES), help="cache type; default: the package's, else fp16")
@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weights", choices=WEIGHTS, help="of a model that is not exported yet; default: int4")
     add("--block-size", type=int, choices=BLOCK_SIZES, help="weights that share a scale; default: the export's")
     add("--prefill-chunk", type=int, default=0, help="prompt tokens evaluated at once; 0: 128, or what the package has")
-    add("--threads", type=int, default=0, help="0: one for each core of this machine")
+    add("--margin", type=int, default=0, help="rows that layers with a window keep behind it; 0: as many as the window")
+    add("--threads", type=int, default=0, help="0: one for each core that this process may use")
     add(
         "--packed",
         action=argparse.BooleanOptionalAction,
@@ -141,14 +142,15 @@ def devices() -> dict[str, dict[str, Any]]:
 
 def variant_table(config: ModelConfig, tokens: int) -> list[dict[str, int | str]]:
     """Cache bytes of the eight variants of arXiv 2606.04032 for a model of this size, at `tokens` tokens."""
-    grouped = _GROUPS[0] if config.heads <= 16 else _GROUPS[1]
+    count = config.only.heads
+    grouped = _GROUPS[0] if count <= 16 else _GROUPS[1]
     rows = []
     for name, (_, heads) in VARIANTS.items():
         groups = _GROUPS[0] if name.startswith("Q-") else grouped
         full = f"{name}-{groups}" if heads == "some" else name
-        if heads == "some" and config.heads % groups:
+        if heads == "some" and count % groups:
             continue
-        varied = apply_variant(replace(config, query="projected"), full)
+        varied = apply_variant(config.with_layers(query="projected"), full)
         rows.append({"variant": full} | {cache: varied.cache_bytes(tokens, cache) for cache in ("fp16", "int8")})
     return rows
 

@@ -78,7 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repetition-window", type=int, default=Sampling.repetition_window, help="tokens it looks back; 0: all")
     add("--seed", type=int, help="same seed, same text; default: a new one each time")
     add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
-    add("--threads", type=int, default=0, help="0: one for each core")
+    add("--threads", type=int, default=0, help="0: one for each core that this process may use")
+    add(
+        "--margin",
+        type=int,
+        default=0,
+        metavar="N",
+        help="rows that layers with a window keep behind it, for rewinds; 0: as many as the window",
+    )
     add("--prefill-chunk", type=int, default=DEFAULT_CHUNK, help="prompt tokens evaluated at once; 0: 128")
     add("--no-verify", action="store_true", help="do not check the files' SHA-256 before loading")
     add("--json", action="store_true", help="print one JSON object at the end instead of streaming")
@@ -119,6 +126,7 @@ def run(arguments: argparse.Namespace) -> None:
         sinks=arguments.sinks,
         window=arguments.window,
         block=arguments.block,
+        margin=arguments.margin,
     ) as session:
         if arguments.restore:
             session.restore(arguments.restore)

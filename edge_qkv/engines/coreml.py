@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_qkv.config import ModelConfig
+from edge_qkv.config import CacheTensor, ModelConfig
 from edge_qkv.engines import ModelOptions
 from edge_qkv.engines.hosted import HostedModel, refuse_options
 from edge_qkv.errors import EdgeQKVError, InputError, one_line
@@ -50,6 +50,17 @@ def load_function(path: Path, function: str) -> Any:
     return model
 
 
+def state_name(tensor: CacheTensor) -> str:
+    """A state's name is that of the buffer it is made of, which has no dots."""
+    return tensor.name.replace(".", "_")
+
+
+def states(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape [1, G, C, D or V] of each state of a program, by name."""
+    tensors = config.cache_tensors("fp16")
+    return {state_name(t): (1, t.kv_heads, config.max_positions, t.dim) for t in tensors}
+
+
 def open_model(package: Package, options: ModelOptions) -> HostedModel:
     refuse_options(package, options, threads=False)
     chunk = package.manifest.get("prefill_chunk")
@@ -69,22 +80,24 @@ class StateCache:
         self._function = functools.cache(function)  # a session may go on after its model has dropped them
         # All functions declare the same states, so the state of one serves each of them.
         self._state = self._function("decode").make_state()
-        kinds = ("kv",) if config.unified else ("key", "value")
-        self._names = [f"{kind}_{layer}" for layer in range(config.layers) for kind in kinds]
-        self._shape = (1, config.kv_heads, config.max_positions, config.head_dim)
+        self._shapes = states(config)
         self._spoilt = False
         self._check_against_manifest()
-        self.most_tokens, self.bytes = chunk, config.cache_bytes(config.max_positions, "fp16")
+        # A window hides rows, and frees none.
+        self.most_tokens = chunk
+        self.bytes = named("coreml").cached(config).cache_bytes(config.max_positions, "fp16")
 
     def _check_against_manifest(self) -> None:
-        try:
-            found = np.shape(self._state.read_state(self._names[-1]))
-        except RuntimeError as error:
-            raise InputError(f"edge_qkv.json and the model disagree ({one_line(error)}); export again") from None
-        if found != self._shape:
-            raise InputError(
-                f"edge_qkv.json and the model disagree on the cache ({list(self._shape)}, {list(found)}); export again"
-            )
+        for name, shape in self._shapes.items():
+            try:
+                found = np.shape(self._state.read_state(name))
+            except RuntimeError as error:
+                raise InputError(f"edge_qkv.json and the model disagree ({one_line(error)}); export again") from None
+            if found != shape:
+                raise InputError(
+                    f"edge_qkv.json and the model disagree on the cache {name} ({list(shape)}, {list(found)}); "
+                    "export again"
+                )
 
     def evaluate(self, tokens: np.ndarray, past: int, every: bool) -> np.ndarray:
         if self._spoilt:
@@ -117,26 +130,30 @@ class StateCache:
         """Rows are overwritten when they are used again."""
 
     def read(self, length: int) -> dict[str, np.ndarray]:
-        return {name: np.array(self._state.read_state(name))[:, :, :length] for name in self._names}
+        return {name: np.array(self._state.read_state(name))[:, :, :length] for name in self._shapes}
 
     def write(self, parts: dict[str, np.ndarray], length: int) -> None:
-        shape = (*self._shape[:2], length, self._shape[3])
-        if sorted(parts) != sorted(self._names) or any(
-            part.shape != shape or part.dtype != np.float16 for part in parts.values()
+        if sorted(parts) != sorted(self._shapes) or any(
+            parts[name].shape != _first(shape, length) or parts[name].dtype != np.float16
+            for name, shape in self._shapes.items()
         ):
             raise InputError("its cache has another shape than this model's")
-        for name, part in parts.items():
-            rows = np.zeros(self._shape, np.float16)
-            rows[:, :, :length] = part
+        for name, shape in self._shapes.items():
+            rows = np.zeros(shape, np.float16)
+            rows[:, :, :length] = parts[name]
             self._state.write_state(name, rows)
 
     def fill(self, past: int, length: int, seed: int) -> None:
         generator, rows = np.random.default_rng(seed), self.read(past)
-        shape = (*self._shape[:2], length - past, self._shape[3])
-        for name in self._names:
-            noise = generator.standard_normal(shape, np.float32).astype(np.float16)
+        for name, shape in self._shapes.items():
+            noise = generator.standard_normal(_first(shape, length - past), np.float32).astype(np.float16)
             rows[name] = np.concatenate([rows[name], noise], axis=2)
         self.write(rows, length)
 
     def close(self) -> None:
         self._state = self._function = None
+
+
+def _first(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    """The shape of the first rows of a state."""
+    return (*shape[:2], rows, shape[3])

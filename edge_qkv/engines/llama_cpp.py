@@ -159,17 +159,17 @@ class _Model:
         self._users, self._lock = 1, threading.Lock()
         self.vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.pointer))
         config = package.config
-        for field, said, found in (
+        for field, expected, found in (
             ("vocab_size", config.vocab_size, self.vocabulary),
             ("layers", len(config.layers), llama.llama_model_n_layer(self.pointer)),
             ("width", config.width, llama.llama_model_n_embd(self.pointer)),
             ("heads", config.only.heads, llama.llama_model_n_head(self.pointer)),
             ("max_positions", config.max_positions, llama.llama_model_n_ctx_train(self.pointer)),
         ):
-            if said != found:
+            if expected != found:
                 self.drop()
                 raise InputError(
-                    f"{package.path}: edge_qkv.json and the model file disagree on {field} ({said} and {found}); "
+                    f"{package.path}: edge_qkv.json and the model file disagree on {field} ({expected} and {found}); "
                     "export the package again"
                 )
 

@@ -4,7 +4,7 @@ llama.cpp checks types and sizes in what it is given, but takes any positions, a
 free one that holds a row. So none of its bytes are kept in a file: a state is taken apart into rows of numbers, and
 written anew around them, so that nothing but numbers of the right shape ever comes from outside.
 
-Little endian, all of uint32 unless said otherwise: `magic`, sequence (int32), 1 stream, n cells; for each cell its
+Little endian, all of uint32 unless noted: `magic`, sequence (int32), 1 stream, n cells; for each cell its
 position (int32), 1 sequence, and that (int32); whether the values are transposed, L layers; for each layer the type
 (int32), the bytes of a row (uint64), and n rows of keys; then the same for the values, unless the model reads them
 from the keys. Transposed, a layer of values has the type (int32), the bytes of a number, the numbers of a row, and

@@ -65,8 +65,12 @@ class NativeModel(_Handle):
         cache = info.cache_type.decode()
         if cache != package.manifest.get("cache") or info.cache_bytes_per_token != config.cache_bytes_per_token(cache):
             raise InputError(f"{path}: edge_qkv.json and the model file disagree on the cache; export again")
-        facts = {"vocab_size": config.vocab_size, "layers": len(config.layers), "max_positions": config.max_positions}
-        for field, value in facts.items():
+        expected = {
+            "vocab_size": config.vocab_size,
+            "layers": len(config.layers),
+            "max_positions": config.max_positions,
+        }
+        for field, value in expected.items():
             if getattr(info, field) != value:
                 raise InputError(
                     f"{path}: edge_qkv.json and the model file disagree on {field} ({value} and "

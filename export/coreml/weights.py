@@ -73,7 +73,7 @@ def edge_qkv_coreml_lookup(context, node) -> None:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredMatrix:
     """A matrix [N, K] as fp16, or as int8 codes of 4 or 8 bits with fp16 scales [N, blocks]."""
 
     weight: Tensor
@@ -81,7 +81,7 @@ class Stored:
     bits: int
 
     @classmethod
-    def of(cls, weight: Tensor, format: Format) -> Stored:
+    def of(cls, weight: Tensor, format: Format) -> StoredMatrix:
         how = format.of(weight.shape[1])
         if how.scale_bytes:
             return cls(*quantize_signed(weight, how.bits, how.block or weight.shape[1]), how.bits)
@@ -89,7 +89,7 @@ class Stored:
 
 
 class _Module(nn.Module):
-    def __init__(self, stored: Stored, bias: Tensor | None = None) -> None:
+    def __init__(self, stored: StoredMatrix, bias: Tensor | None = None) -> None:
         super().__init__()
         self.bits = stored.bits
         self.register_buffer("weight", stored.weight)
@@ -123,7 +123,8 @@ class ScaledRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         largest = x.abs().amax(-1, keepdim=True).clamp(min=2.0**-10)  # over which 1 and the root of eps are fp16
         x, root_eps = x / largest, self.root_eps / largest
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + root_eps.square()) * self.weight
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + root_eps.square())
+        x = x if self.weight is None else x * self.weight
         return x if self.bias is None else x + self.bias
 
 
@@ -135,8 +136,8 @@ def load(checkpoint: Checkpoint, attend: Callable, how: Weights, progress: Progr
     config = checkpoint.config
     with torch.device("meta"):  # no memory, no random initialisation
         decoder = Decoder(config, attend)
-    if config.rotary:
-        decoder.cos, decoder.sin = attention.rotary_tables(config)
+    for name, table in decoder.rotary_tables().items():
+        setattr(decoder, name, table)
     total, done = config.parameters() * 4, 0
 
     def read(name: str) -> Tensor:
@@ -148,12 +149,12 @@ def load(checkpoint: Checkpoint, attend: Callable, how: Weights, progress: Progr
         progress("Reading weights", min(done, total), total)
         return tensor
 
-    tied: Stored | None = None
+    tied: StoredMatrix | None = None
     for path, module in list(decoder.named_modules()):
         parent, _, child = path.rpartition(".")
         if isinstance(module, (nn.Linear, nn.Embedding)):
             share = path == "head" and config.tied_head
-            stored = tied if share else Stored.of(read(f"{path}.weight"), _format(path, how))
+            stored = tied if share else StoredMatrix.of(read(f"{path}.weight"), _format(path, how))
             tied = stored if path == "embedding" else tied
             bias = read(f"{path}.bias").clone() if getattr(module, "bias", None) is not None else None
             replacement = StoredLinear(stored, bias) if isinstance(module, nn.Linear) else StoredTable(stored)
@@ -167,4 +168,5 @@ def load(checkpoint: Checkpoint, attend: Callable, how: Weights, progress: Progr
 
 
 def _format(path: str, how: Weights) -> Format:
-    return {"embedding": how.embedding, "positions": how.positions, "head": how.head}.get(path, how.layers)
+    tables = {"embedding": how.embedding, "layer_embedding": how.embedding, "positions": how.positions}
+    return (tables | {"head": how.head}).get(path, how.layers)

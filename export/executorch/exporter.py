@@ -10,12 +10,11 @@ from typing import Any
 
 from edge_qkv import _native
 from edge_qkv.checkpoints import Checkpoint
-from edge_qkv.description import DESCRIPTION, FINGERPRINT, describe
+from edge_qkv.description import DESCRIPTION, FINGERPRINT, OPERATOR, describe
 from edge_qkv.errors import InputError
-from edge_qkv.export import operator
-from edge_qkv.export.executorch import program as executorch_program
+from edge_qkv.export.executorch import program
 from edge_qkv.export.executorch import weights as executorch_weights
-from edge_qkv.export.packaging import Runner, Stored, check_space, open_session, write_package
+from edge_qkv.export.packaging import ModelFile, Runner, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.targets import named, stored_as
 
@@ -48,7 +47,7 @@ def export_executorch(
     The quantised weights are in memory at a byte each, float ones whole. Raises `InputError`; then no file is left
     and an earlier package at `output` is untouched.
     """
-    if run_parity and runner is None and _native.executorch_path() is None:  # said before minutes of work, not after
+    if run_parity and runner is None and _native.executorch_path() is None:  # before minutes of work, not after
         raise InputError(
             "--target executorch: the parity report needs the ExecuTorch engine, which edge-qkv was built without; "
             "install edge-qkv once more from its sources, now that executorch is there (pip install --force-reinstall "
@@ -64,7 +63,7 @@ def export_executorch(
         raise InputError(f"--prefill-chunk {chunk} is out of range; choose from 2 to {most:,} tokens")
 
     def write_model(directory: Path) -> None:
-        decoder = executorch_weights.load(checkpoint, executorch_program.attend, how, progress)
+        decoder = executorch_weights.load(checkpoint, program.attend, how, progress)
         matrix_bytes, table_bytes = executorch_weights.stored_bytes(decoder, how)
         check_space(directory, matrix_bytes + table_bytes)
         facts = {
@@ -73,22 +72,22 @@ def export_executorch(
             "matrix_bytes": matrix_bytes,
             "table_bytes": table_bytes,
             "prefill_chunk": chunk,
-            "cache_rows": executorch_program.cache_rows(config, cache),
-            "operator": operator.VERSION,
+            "cache_rows": program.cache_rows(config, cache),
+            "operator": OPERATOR,
             "executorch": version("executorch"),
         }
         texts = {DESCRIPTION: describe(config, cache, facts), FINGERPRINT: _UNKNOWN}
         progress("Lowering to XNNPACK (minutes for a model of a billion parameters)", 0, 0)
-        program = executorch_program.lower(decoder, cache, chunk, texts)
+        lowered = program.lower(decoder, cache, chunk, texts)
         progress("Writing the program", 0, 0)
         with (directory / MODEL).open("wb") as file:
-            program.write_to_file(file)
+            lowered.write_to_file(file)
         _sign(directory / MODEL)
 
     return write_package(
         checkpoint,
         output,
-        Stored("executorch", weights, cache, block or None, {"prefill_chunk": chunk}),
+        ModelFile("executorch", weights, cache, block or None, {"prefill_chunk": chunk}),
         write_model,
         tokenizer=tokenizer,
         text=text,

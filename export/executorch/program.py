@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir import (
+    EdgeCompileConfig,
+    ExecutorchBackendConfig,
+    ExecutorchProgramManager,
+    to_edge_transform_and_lower,
+)
 from executorch.exir.passes import MemoryPlanningPass
 from torch import Tensor, nn
 
@@ -24,17 +29,17 @@ PAGE_BYTES = 65_536  # the largest memory page of the systems we know; a buffer'
 _EXAMPLE_TOKENS, _EXAMPLE_ROWS = 5, 3  # never 0 or 1: tracing would take those for constants
 
 _ATTENTION, _READ_ATTENTION = "unified_kv_attention", "unified_kv_read_attention"
-_READS = (
-    "Tensor? cos, Tensor? sin, {value}Tensor{b}? value_cache, Tensor{c}? cache_scale, Tensor{d}? value_cache_scale, "
-    "Tensor? key_weight, int num_heads, int kv_heads, float scale, str rotary, int rotary_dim, int rotary_offset, "
-    "int value_dim, int window, int sinks"
+_ATTRIBUTES = (
+    "int num_heads, int kv_heads, float scale, str rotary, int rotary_dim, int rotary_offset, int value_dim, "
+    "int window, int sinks"
 )
 # What writes new rows and attends, and what attends over an earlier layer's rows: it comes later in the program, for
 # its query depends on what that layer gave.
 _ARGUMENTS = {
-    _ATTENTION: "Tensor query, Tensor? kv, Tensor(a!) cache, Tensor past, "
-    + _READS.format(value="Tensor? value, ", b="(b!)", c="(c!)", d="(d!)"),
-    _READ_ATTENTION: "Tensor query, Tensor cache, Tensor past, " + _READS.format(value="", b="", c="", d=""),
+    _ATTENTION: "Tensor query, Tensor? kv, Tensor(a!) cache, Tensor past, Tensor? cos, Tensor? sin, Tensor? value, "
+    "Tensor(b!)? value_cache, Tensor(c!)? cache_scale, Tensor(d!)? value_cache_scale, Tensor? key_weight",
+    _READ_ATTENTION: "Tensor query, Tensor cache, Tensor past, Tensor? cos, Tensor? sin, "
+    "Tensor? value_cache, Tensor? cache_scale, Tensor? value_cache_scale, Tensor? key_weight",
 }
 _library = torch.library.Library("edge_qkv", "DEF")
 
@@ -46,8 +51,8 @@ def _result(query: Tensor, *others: Any) -> Tensor:
 
 
 for _name, _arguments in _ARGUMENTS.items():
-    _library.define(f"{_name}({_arguments}) -> Tensor")
-    _library.define(f"{_name}.out({_arguments}, *, Tensor(z!) out) -> Tensor(z!)")
+    _library.define(f"{_name}({_arguments}, {_ATTRIBUTES}) -> Tensor")
+    _library.define(f"{_name}.out({_arguments}, {_ATTRIBUTES}, *, Tensor(z!) out) -> Tensor(z!)")
     torch.library.register_fake(f"edge_qkv::{_name}", _result, lib=_library)
 
 
@@ -118,8 +123,8 @@ def trace(decoder: Decoder, cache: str, prefill_chunk: int) -> torch.export.Expo
         return torch.export.export(program, example, dynamic_shapes=dynamic, strict=False)
 
 
-def lower(decoder: Decoder, cache: str, prefill_chunk: int, texts: Mapping[str, str]):
-    """The finished program (an `ExecutorchProgramManager`) of a decoder that has `attend` as its operator.
+def lower(decoder: Decoder, cache: str, prefill_chunk: int, texts: Mapping[str, str]) -> ExecutorchProgramManager:
+    """The finished program of a decoder that has `attend` as its operator.
 
     A call takes up to `prefill_chunk` tokens. texts: become constant methods, by which the file describes itself.
     """

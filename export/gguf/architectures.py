@@ -40,7 +40,7 @@ _BIASES = ("attention_bias", "mlp_bias", "norm_bias")
 
 
 @dataclass(frozen=True)
-class Tensor:
+class GgufTensor:
     """One tensor of a file: its shape as in PyTorch, and how it is made of the decoder's weights.
 
     role: 'matrix', 'head' (with it a tied embedding), 'table' (of which single rows are read), 'wide' (values so
@@ -54,12 +54,12 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Mapping:
+class GgufModel:
     """A decoder as llama.cpp reads it. metadata: its keys have no prefix yet; tensors: in the file's order."""
 
     architecture: str
     metadata: dict[str, Any]
-    tensors: list[Tensor]
+    tensors: list[GgufTensor]
 
 
 @dataclass(frozen=True)
@@ -161,14 +161,14 @@ def _lacks(family: Family, config: Plain) -> str:
     return ""
 
 
-def map_dense(config: Plain) -> Mapping:
+def map_dense(config: Plain) -> GgufModel:
     """The file of a decoder with a K and a V cache; raises `InputError` where no architecture computes it."""
     family = choose(config)
     factor = math.sqrt(config.width) if family.scales_embedding else 1.0
     tensors = [embedding(config, 1 / factor)]
     if config.positions == "learned":
         shape = (config.max_positions, config.width)
-        tensors.append(Tensor("position_embd.weight", shape, "table", reader("positions.weight")))
+        tensors.append(GgufTensor("position_embd.weight", shape, "table", reader("positions.weight")))
     if family.rope == "neighbours" and config.rotated < config.head_dim:
         tensors.append(constant("rope_freqs.weight", _divisors(config)))
     for i in range(config.layers):
@@ -180,16 +180,16 @@ def map_dense(config: Plain) -> Mapping:
     tensors += norm(config, "output_norm", "norm", factor, "norm_bias" in family.zeros)
     if not config.tied_head or family.copies_head:
         tensors.append(head(config))
-    facts = common_metadata(config) | {
+    metadata = common_metadata(config) | {
         "attention.head_count_kv": config.kv_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
     }
     if family.rope:
         # Of neighbours all are rotated, by `_divisors` some by nothing.
-        facts["rope.dimension_count"] = config.head_dim if family.rope == "neighbours" else config.rotated
-        facts["rope.freq_base"] = float(config.rotary_base)
-    return Mapping(family.architecture, facts | family.metadata, tensors)
+        metadata["rope.dimension_count"] = config.head_dim if family.rope == "neighbours" else config.rotated
+        metadata["rope.freq_base"] = float(config.rotary_base)
+    return GgufModel(family.architecture, metadata | family.metadata, tensors)
 
 
 def _divisors(config: Plain) -> np.ndarray:
@@ -205,7 +205,7 @@ def _divisors(config: Plain) -> np.ndarray:
 # ---- attention ----
 
 
-def _attention(config: Plain, family: Family, i: int) -> list[Tensor]:
+def _attention(config: Plain, family: Family, i: int) -> list[GgufTensor]:
     """Query, key, value and output of a layer."""
     order = neighbours(config) if family.rope == "neighbours" else None
     query_rows, rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -232,10 +232,10 @@ def _attention(config: Plain, family: Family, i: int) -> list[Tensor]:
     tensors = []
     for short, (count, role, make) in made.items():
         weight = functools.partial(make, part="weight")
-        tensors.append(Tensor(f"blk.{i}.attn_{short}.weight", (count, config.width), role, weight))
+        tensors.append(GgufTensor(f"blk.{i}.attn_{short}.weight", (count, config.width), role, weight))
         if bias:
             tensors.append(
-                Tensor(f"blk.{i}.attn_{short}.bias", (count,), "exact", functools.partial(make, part="bias"))
+                GgufTensor(f"blk.{i}.attn_{short}.bias", (count,), "exact", functools.partial(make, part="bias"))
             )
     source = f"layers.{i}.attention.output"
     shape = (config.width, query_rows)
@@ -294,27 +294,27 @@ def common_metadata(config: Plain) -> dict[str, Any]:
     }
 
 
-def embedding(config: Plain, factor: float = 1.0) -> Tensor:
+def embedding(config: Plain, factor: float = 1.0) -> GgufTensor:
     role = "head" if config.tied_head else "table"
-    return Tensor("token_embd.weight", (config.vocab_size, config.width), role, reader("embedding.weight", factor))
+    return GgufTensor("token_embd.weight", (config.vocab_size, config.width), role, reader("embedding.weight", factor))
 
 
-def head(config: Plain) -> Tensor:
+def head(config: Plain) -> GgufTensor:
     source = "embedding.weight" if config.tied_head else "head.weight"
-    return Tensor("output.weight", (config.vocab_size, config.width), "head", reader(source))
+    return GgufTensor("output.weight", (config.vocab_size, config.width), "head", reader(source))
 
 
-def norm(config: Plain, name: str, source: str, factor: float = 1.0, zeros: bool = False) -> list[Tensor]:
+def norm(config: Plain, name: str, source: str, factor: float = 1.0, zeros: bool = False) -> list[GgufTensor]:
     """A norm times `factor`; zeros: with a bias in any case."""
-    tensors = [Tensor(f"{name}.weight", (config.width,), "exact", reader(f"{source}.weight", factor))]
+    tensors = [GgufTensor(f"{name}.weight", (config.width,), "exact", reader(f"{source}.weight", factor))]
     if config.norm_bias:
-        tensors.append(Tensor(f"{name}.bias", (config.width,), "exact", reader(f"{source}.bias", factor)))
+        tensors.append(GgufTensor(f"{name}.bias", (config.width,), "exact", reader(f"{source}.bias", factor)))
     elif zeros:
         tensors.append(constant(f"{name}.bias", np.zeros(config.width)))
     return tensors
 
 
-def feed_forward(config: Plain, i: int, suffix: str = "", zeros: bool = False) -> list[Tensor]:
+def feed_forward(config: Plain, i: int, suffix: str = "", zeros: bool = False) -> list[GgufTensor]:
     """The MLP. suffix: of its names, where an architecture has several MLPs."""
     inner, outer = (config.mlp_width, config.width), (config.width, config.mlp_width)
     shapes = ({"gate": inner} if config.gated_mlp else {}) | {"up": inner, "down": outer}
@@ -325,11 +325,11 @@ def feed_forward(config: Plain, i: int, suffix: str = "", zeros: bool = False) -
     return tensors
 
 
-def linear(name: str, source: str, shape: tuple[int, int], has_bias: bool, bias: bool) -> list[Tensor]:
+def linear(name: str, source: str, shape: tuple[int, int], has_bias: bool, bias: bool) -> list[GgufTensor]:
     """A matrix of the decoder and, with `bias`, its bias: zeros where the decoder has none."""
-    tensors = [Tensor(f"{name}.weight", shape, "matrix", reader(f"{source}.weight"))]
+    tensors = [GgufTensor(f"{name}.weight", shape, "matrix", reader(f"{source}.weight"))]
     if has_bias:
-        tensors.append(Tensor(f"{name}.bias", shape[:1], "exact", reader(f"{source}.bias")))
+        tensors.append(GgufTensor(f"{name}.bias", shape[:1], "exact", reader(f"{source}.bias")))
     elif bias:
         tensors.append(constant(f"{name}.bias", np.zeros(shape[0])))
     return tensors
@@ -340,5 +340,5 @@ def reader(source: str, factor: float = 1.0) -> Callable[[Read], np.ndarray]:
     return lambda read: read(source) if factor == 1.0 else read(source) * np.float32(factor)
 
 
-def constant(name: str, values: np.ndarray, role: str = "exact") -> Tensor:
-    return Tensor(name, values.shape, role, lambda read: values.astype(np.float32))
+def constant(name: str, values: np.ndarray, role: str = "exact") -> GgufTensor:
+    return GgufTensor(name, values.shape, role, lambda read: values.astype(np.float32))

@@ -14,15 +14,14 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import quantize
 
-import edge_qkv
 from edge_qkv.attention import FP16_MAX
 from edge_qkv.checkpoints import Checkpoint
-from edge_qkv.description import describe
 from edge_qkv.errors import InputError
-from edge_qkv.export.gguf import latent as gguf_latent
+from edge_qkv.estimate import estimate
+from edge_qkv.export.gguf import latent
 from edge_qkv.export.gguf import tokenizer as gguf_tokenizer
-from edge_qkv.export.gguf.architectures import Mapping, Tensor
-from edge_qkv.export.packaging import Runner, Stored, check_space, open_session, write_package
+from edge_qkv.export.gguf.architectures import GgufModel, GgufTensor
+from edge_qkv.export.packaging import ModelFile, Runner, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.targets import cache_bytes_per_token, named, stored_as
 from edge_qkv.tokenizer import load_tokenizer, stop_tokens
@@ -72,28 +71,27 @@ def export_gguf(
     model or a tokenizer that llama.cpp cannot express before any long work; then no file is left and an earlier
     package at `output` is untouched.
     """
-    weights, how, _ = stored_as("gguf", weights, block_size)
+    weights, _, _ = stored_as("gguf", weights, block_size)
     config = checkpoint.config
     if weights == "q4_k" and importlib.util.find_spec("llama_cpp") is None:
         raise InputError(
             "--weights q4_k: needs llama-cpp-python, whose quantiser it is; install it (pip install "
             "'edge-qkv[llama-cpp]') or choose q4_0"
         )
-    mapping = gguf_latent.map_model(config)
+    model = latent.map_model(config)
     cached = cache_bytes_per_token(config, cache, "gguf")
     vocabulary = _vocabulary(tokenizer or checkpoint.tokenizer, config.vocab_size)
-    facts = {"weights": weights, "created_by": edge_qkv.__version__}
-    facts["description"] = describe(config, cache, {"weight_bits": how.layers.bits, "block_size": 0})
+    own_metadata = {"description": estimate(config, weights, target="gguf", cache=cache).description}
 
     def write_model(directory: Path) -> None:
         if weights != "q4_k":
-            check_space(directory, stored_bytes(mapping, weights))
-            _write(directory / MODEL, checkpoint, mapping, weights, vocabulary, facts, progress)
+            check_space(directory, stored_bytes(model, weights))
+            _write(directory / MODEL, checkpoint, model, weights, vocabulary, own_metadata, progress)
             return
-        check_space(directory, stored_bytes(mapping, "f16") + stored_bytes(mapping, "q8_0"))
-        _write(directory / "f16", checkpoint, mapping, "f16", vocabulary, facts, progress)
+        check_space(directory, stored_bytes(model, "f16") + stored_bytes(model, "q8_0"))
+        _write(directory / "f16", checkpoint, model, "f16", vocabulary, own_metadata, progress)
         progress("Quantising with llama.cpp", 0, 0)
-        _quantize(directory / "f16", directory / MODEL, mapping)
+        _quantize(directory / "f16", directory / MODEL, model)
         (directory / "f16").unlink()
 
     if run_parity and runner is None:
@@ -102,13 +100,13 @@ def export_gguf(
         else:
             runner = open_session
     more = {
-        "architecture": mapping.architecture,
+        "architecture": model.architecture,
         "cache_bytes_per_token": cached,
     }
     return write_package(
         checkpoint,
         output,
-        Stored("gguf", weights, cache, None, more),
+        ModelFile("gguf", weights, cache, None, more),
         write_model,
         tokenizer=tokenizer,
         text=text,
@@ -127,18 +125,18 @@ def _vocabulary(tokenizer: Path | None, vocab_size: int) -> dict[str, Any]:
 # ---- the file ----
 
 
-def stored_type(tensor: Tensor, weights: str) -> GGMLQuantizationType:
+def stored_type(tensor: GgufTensor, weights: str) -> GGMLQuantizationType:
     """The type of a tensor in a file."""
     kind = _F32 if tensor.role == "exact" else TYPES[weights][tensor.role]
     return _F32 if tensor.shape[-1] % GGML_QUANT_SIZES[kind][0] else kind
 
 
-def stored_bytes(mapping: Mapping, weights: str) -> int:
+def stored_bytes(model: GgufModel, weights: str) -> int:
     """Bytes of all tensors of a file."""
-    return sum(_bytes(tensor, stored_type(tensor, weights)) for tensor in mapping.tensors)
+    return sum(_bytes(tensor, stored_type(tensor, weights)) for tensor in model.tensors)
 
 
-def _bytes(tensor: Tensor, kind: GGMLQuantizationType) -> int:
+def _bytes(tensor: GgufTensor, kind: GGMLQuantizationType) -> int:
     values, size = GGML_QUANT_SIZES[kind]
     return int(np.prod(tensor.shape)) // values * size
 
@@ -146,33 +144,33 @@ def _bytes(tensor: Tensor, kind: GGMLQuantizationType) -> int:
 def _write(
     path: Path,
     checkpoint: Checkpoint,
-    mapping: Mapping,
+    model: GgufModel,
     weights: str,
     vocabulary: dict[str, Any],
-    facts: dict[str, str],
+    own_metadata: dict[str, str],
     progress: Progress,
 ) -> None:
-    writer = GGUFWriter(path, mapping.architecture)
+    writer = GGUFWriter(path, model.architecture)
     try:
         writer.add_name(f"edge-qkv {checkpoint.config.variant}")
         writer.add_file_type(_FILE_TYPE[weights])
         writer.add_quantization_version(2)
         for prefix, values in (
-            (mapping.architecture, mapping.metadata),
+            (model.architecture, model.metadata),
             ("tokenizer.ggml", vocabulary),
-            ("edge_qkv", facts),
+            ("edge_qkv", own_metadata),
         ):
             for name, value in values.items():
                 _ADD[type(value)](writer, f"{prefix}.{name}", value)
-        for tensor in mapping.tensors:
+        for tensor in model.tensors:
             kind = stored_type(tensor, weights)
             writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), _bytes(tensor, kind), kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        done, total = 0, stored_bytes(mapping, weights)
+        done, total = 0, stored_bytes(model, weights)
         progress("Writing the weights", done, total)
-        for tensor in mapping.tensors:
+        for tensor in model.tensors:
             kind = stored_type(tensor, weights)
             writer.write_tensor_data(_converted(tensor, kind, checkpoint))
             done += _bytes(tensor, kind)
@@ -190,7 +188,7 @@ _ADD: dict[type, Callable[[GGUFWriter, str, Any], None]] = {
 }
 
 
-def _converted(tensor: Tensor, kind: GGMLQuantizationType, checkpoint: Checkpoint) -> np.ndarray:
+def _converted(tensor: GgufTensor, kind: GGMLQuantizationType, checkpoint: Checkpoint) -> np.ndarray:
     """The bytes of a tensor in a file."""
 
     def read(name: str) -> np.ndarray:
@@ -209,14 +207,14 @@ def _converted(tensor: Tensor, kind: GGMLQuantizationType, checkpoint: Checkpoin
     return np.concatenate([quantize(made[i : i + step], kind) for i in range(0, len(made), step)])
 
 
-def _quantize(source: Path, path: Path, mapping: Mapping) -> None:
+def _quantize(source: Path, path: Path, model: GgufModel) -> None:
     """Lets llama.cpp write Q4_K_M of a file in f16."""
     import ctypes
 
     import llama_cpp
 
     # What must not have few bits keeps the type it has.
-    kept = [t for t in mapping.tensors if t.role in ("exact", "wide")]
+    kept = [t for t in model.tensors if t.role in ("exact", "wide")]
     overrides = (llama_cpp.llama_model_tensor_override * (len(kept) + 1))()
     for override, tensor in zip(overrides, kept, strict=False):
         override.pattern = f"^{tensor.name}$".replace(".", "\\.").encode()

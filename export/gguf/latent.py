@@ -26,20 +26,20 @@ import numpy as np
 
 from edge_qkv.config import ModelConfig
 from edge_qkv.export.gguf import architectures as dense
-from edge_qkv.export.gguf.architectures import Mapping, Read, Tensor
+from edge_qkv.export.gguf.architectures import GgufModel, GgufTensor, Read
 from edge_qkv.export.gguf.plain import Plain, plain
 from edge_qkv.targets import gguf_keeps_one_row
 
 _SMALL = 2.0**-60
 
 
-def map_model(config: ModelConfig) -> Mapping:
+def map_model(config: ModelConfig) -> GgufModel:
     """What a GGUF file of `config` holds; raises `InputError` with the reason where llama.cpp cannot compute it."""
     flat = plain(config)
     return _deepseek2(flat) if gguf_keeps_one_row(config) else dense.map_dense(flat)
 
 
-def _deepseek2(config: Plain) -> Mapping:
+def _deepseek2(config: Plain) -> GgufModel:
     dim, rows = config.head_dim, config.heads * config.head_dim
     scale_norm = np.full(dim, math.sqrt(config.norm_eps) / _SMALL)
     each = np.broadcast_to(np.eye(dim, dtype=np.float32), (config.heads, dim, dim))
@@ -52,8 +52,8 @@ def _deepseek2(config: Plain) -> Mapping:
 
         tensors += [
             *dense.norm(config, f"blk.{i}.attn_norm", f"layers.{i}.attention_norm"),
-            Tensor(f"blk.{i}.attn_q.weight", (rows, config.width), dense.query_role(config), query),
-            Tensor(
+            GgufTensor(f"blk.{i}.attn_q.weight", (rows, config.width), dense.query_role(config), query),
+            GgufTensor(
                 f"blk.{i}.attn_kv_a_mqa.weight",
                 (dim, config.width),
                 "exact",
@@ -69,7 +69,7 @@ def _deepseek2(config: Plain) -> Mapping:
     tensors += dense.norm(config, "output_norm", "norm")
     if not config.tied_head:
         tensors.append(dense.head(config))
-    facts = dense.common_metadata(config) | {
+    metadata = dense.common_metadata(config) | {
         "attention.head_count_kv": 1,
         "attention.key_length": dim,  # of a row in the cache
         "attention.value_length": dim,
@@ -82,4 +82,4 @@ def _deepseek2(config: Plain) -> Mapping:
         "expert_feed_forward_length": 0,
         "expert_shared_count": 0,
     }
-    return Mapping("deepseek2", facts, tensors)
+    return GgufModel("deepseek2", metadata, tensors)

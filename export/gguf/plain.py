@@ -73,5 +73,6 @@ def _first(name: str, *records: object) -> object:
 
 
 def _refusal(what: str) -> InputError:
-    graphs = "in those of llama.cpp's graphs that are used here"
-    return InputError(f"--target gguf: there is no {what} {graphs}; export to onnx or executorch")
+    return InputError(
+        f"--target gguf: no graph of llama.cpp that is used here has {what}; export to onnx or executorch"
+    )

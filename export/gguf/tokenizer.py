@@ -76,7 +76,7 @@ def _metadata(content: dict[str, Any], vocab_size: int, stop_tokens: Sequence[in
     tokens, types = _tokens(model["vocab"], added, vocab_size)
     opening, closing = _template(content.get("post_processor"))
     ends = [t for t in stop_tokens if t < vocab_size]
-    facts: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "model": "gpt2",  # llama.cpp's word for byte-level BPE
         "pre": SPLITS[expressions, whole],
         "tokens": tokens,
@@ -89,8 +89,8 @@ def _metadata(content: dict[str, Any], vocab_size: int, stop_tokens: Sequence[in
     # Without a key of its own each is token 11 to llama.cpp.
     end = closing if closing is not None else (ends[0] if ends else None)
     start = opening if opening is not None else end
-    facts |= {f"{name}_token_id": t for name, t in (("bos", start), ("eos", end)) if t is not None}
-    return facts
+    metadata |= {f"{name}_token_id": t for name, t in (("bos", start), ("eos", end)) if t is not None}
+    return metadata
 
 
 def _expressions(node: dict[str, Any] | None) -> tuple[str, ...]:

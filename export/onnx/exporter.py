@@ -18,13 +18,12 @@ import onnx_ir as ir
 import edge_qkv
 from edge_qkv import files
 from edge_qkv.checkpoints import Checkpoint
-from edge_qkv.description import FINGERPRINT
+from edge_qkv.description import FINGERPRINT, OPERATOR
 from edge_qkv.errors import InputError
-from edge_qkv.export import operator, parity
-from edge_qkv.export.onnx import graph as onnx_graph
-from edge_qkv.export.onnx import weights as onnx_weights
-from edge_qkv.export.onnx.weights import DataFile, Pieces, Storage
-from edge_qkv.export.packaging import Runner, Stored, check_space, open_session, write_package
+from edge_qkv.export import parity
+from edge_qkv.export.onnx import graph
+from edge_qkv.export.onnx.weights import Conversion, DataFile, Pieces, prepare, stored_bytes
+from edge_qkv.export.packaging import ModelFile, Runner, check_space, open_session, write_package
 from edge_qkv.export.progress import Progress, silent
 from edge_qkv.model import Decoder
 from edge_qkv.targets import check_cache, stored_as
@@ -62,9 +61,9 @@ def export_onnx(
     weights, how, block = stored_as("onnx", weights, block_size)
     check_cache("onnx", cache)
     config = checkpoint.config
-    decoder, storage = onnx_weights.prepare(config, onnx_graph.attend_in(config), how, accuracy_level)
-    data = DataFile(onnx_graph.named_weights(decoder), storage)
-    matrix_bytes, table_bytes = onnx_weights.stored_bytes(decoder)
+    decoder, conversion = prepare(config, graph.attend_in(config), how, accuracy_level)
+    data = DataFile(graph.named_weights(decoder), conversion)
+    matrix_bytes, table_bytes = stored_bytes(decoder)
     facts = {
         "weight_bits": how.layers.bits,
         "block_size": block,
@@ -72,23 +71,23 @@ def export_onnx(
         "table_bytes": table_bytes,
         "prefill_chunk": 0,
         "cache_rows": 0,
-        "operator": operator.VERSION,
+        "operator": OPERATOR,
     }
 
     def write_model(directory: Path) -> None:
         check_space(directory, data.bytes)
         progress("Tracing the graph", 0, 0)
-        model = onnx_graph.build(decoder, cache)
-        onnx_graph.finish(model, config, cache, edge_qkv.__version__, facts)
-        _write_data(checkpoint, decoder, storage, data, directory / DATA, progress)
-        onnx_graph.fill(model, lambda name: data.tensor(name, directory / DATA))
+        model = graph.build(decoder, cache)
+        graph.finish(model, config, cache, edge_qkv.__version__, facts)
+        _write_data(checkpoint, decoder, conversion, data, directory / DATA, progress)
+        graph.fill(model, lambda name: data.tensor(name, directory / DATA))
         model.metadata_props[FINGERPRINT] = _fingerprint(model, directory / DATA)
         (directory / MODEL).write_bytes(_serialized(model))
 
     return write_package(
         checkpoint,
         output,
-        Stored("onnx", weights, cache, block or None),
+        ModelFile("onnx", weights, cache, block or None),
         write_model,
         tokenizer=tokenizer,
         text=text,
@@ -122,22 +121,22 @@ def open_runner(directory: Path, context: int) -> Iterator[tuple[parity.Score, s
 
 
 def _write_data(
-    checkpoint: Checkpoint, decoder: Decoder, storage: Storage, data: DataFile, path: Path, progress: Progress
+    checkpoint: Checkpoint, decoder: Decoder, conversion: Conversion, data: DataFile, path: Path, progress: Progress
 ) -> None:
-    sizes = dict.fromkeys(storage.convert, 0)
+    sizes = dict.fromkeys(conversion.convert, 0)
 
     def source(name: str) -> Callable[[], Pieces]:
         def make() -> Pieces:
             tensor = checkpoint.tensors[name]()
             sizes[name] = tensor.numel() * 4
             try:
-                return storage.convert[name](tensor)
+                return conversion.convert[name](tensor)
             except InputError as error:
                 raise InputError(f"{checkpoint.path or checkpoint.format}: tensor {name}: {error}") from None
 
         return make
 
-    sources: dict[str, Callable[[], Pieces]] = {name: source(name) for name in storage.convert}
+    sources: dict[str, Callable[[], Pieces]] = {name: source(name) for name in conversion.convert}
     if checkpoint.config.rotary:
         sources["rotary tables"] = decoder.rotary_tables
     total, done = checkpoint.config.parameters() * 4, 0

@@ -45,7 +45,9 @@ def op_types(config: ModelConfig) -> dict[Hashable, tuple[str, LayerSpec]]:
 def used_inputs(spec: LayerSpec, cache: str) -> frozenset[str]:
     """Those of `operator.INPUTS` that this kind of layer has."""
     rows = ("cache",) if spec.unified else ("cache", "value_cache")
-    new = () if spec.rows_of else ("kv",) if spec.unified else ("kv", "value")
+    new = ("kv",) if spec.unified else ("kv", "value")
+    if spec.rows_of:  # an earlier layer wrote the rows
+        new = ()
     scales = tuple(f"{name}_scale" for name in rows) if cache == "int8" else ()
     tables = ("cos", "sin") if spec.rotary else ()
     return frozenset(("query", "past", *new, *rows, *scales, *tables, *(("key_weight",) if spec.key_weight else ())))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from edge_qkv.attention import CACHE_DTYPE
 from edge_qkv.config import ModelConfig
-from edge_qkv.description import DESCRIPTION, describe
+from edge_qkv.description import DESCRIPTION, OPERATOR, describe
 from edge_qkv.export import operator
 from edge_qkv.export.onnx import function as onnx_function
 from edge_qkv.export.progress import quiet
@@ -57,7 +57,7 @@ def attend_in(config: ModelConfig) -> Callable:
             operator.attributes(spec),
             dtypes=(query.dtype, *(c.dtype for c in like)),
             shapes=((*query.shape[:2], spec.heads * spec.values), *(c.shape for c in like)),
-            version=operator.VERSION,
+            version=OPERATOR,
         )
         written = tuple(tensor for name, tensor in zip(outputs, updated, strict=True) if name in after)
         return out, written or caches
@@ -145,7 +145,7 @@ def finish(
     for op_type, spec in onnx_function.op_types(config).values():
         function = ir.serde.deserialize_function(onnx_function.attention_function(spec, cache, op_type))
         model.functions[function.identifier()] = function
-    model.opset_imports[onnx_function.DOMAIN] = operator.VERSION
+    model.opset_imports[onnx_function.DOMAIN] = OPERATOR
     model.producer_name, model.producer_version = "edge-qkv", producer_version
     model.ir_version = 10  # the one of opset 21
     model.metadata_props.clear()

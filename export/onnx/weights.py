@@ -29,7 +29,7 @@ Pieces = dict[str, Tensor]  # name in the file -> data
 
 
 @dataclass
-class Storage:
+class Conversion:
     """From the tensors of a checkpoint to the parameters of the prepared decoder."""
 
     convert: dict[str, Callable[[Tensor], Pieces]] = field(default_factory=dict)  # by decoder weight name
@@ -167,31 +167,31 @@ class FusableRMSNorm(nn.Module):
         return x if self.bias is None else x + self.bias
 
 
-def prepare(config: ModelConfig, attend: Callable, how: Weights, accuracy: int) -> tuple[Decoder, Storage]:
+def prepare(config: ModelConfig, attend: Callable, how: Weights, accuracy: int) -> tuple[Decoder, Conversion]:
     """The decoder without data (device meta), its matrices replaced by modules that store them as `how` says.
 
     accuracy: of `BlockedLinear`.
     """
     with torch.device("meta"):
         decoder = Decoder(config, attend)
-    storage = Storage()
+    conversion = Conversion()
     names = decoder.weight_names()
     for name, module in list(decoder.named_modules()):
         parent, _, child = name.rpartition(".")
         if isinstance(module, RMSNorm):
             setattr(decoder.get_submodule(parent), child, FusableRMSNorm(module))
         elif isinstance(module, nn.Linear) and name != "head":
-            setattr(decoder.get_submodule(parent), child, _linear(name, module, how.layers, accuracy, storage))
+            setattr(decoder.get_submodule(parent), child, _linear(name, module, how.layers, accuracy, conversion))
     tables = {"positions": how.positions, "layer_embedding": how.embedding}
     tables["embedding"] = how.head if config.tied_head else how.embedding
     for name, stored in tables.items():
         if (table := getattr(decoder, name, None)) is not None and stored.scale_bytes:
             setattr(decoder, name, BlockedTable(table, stored))
-            storage.store_blocked(name, stored)
-    _replace_head(decoder, how.head, accuracy, storage)
+            conversion.store_blocked(name, stored)
+    _replace_head(decoder, how.head, accuracy, conversion)
     for name in names:  # what no module stores in its own way is stored as it is
-        storage.convert.setdefault(name, lambda tensor, name=name: {name: tensor.to(torch.float32).contiguous()})
-    return decoder, storage
+        conversion.convert.setdefault(name, lambda tensor, name=name: {name: tensor.to(torch.float32).contiguous()})
+    return decoder, conversion
 
 
 def stored_bytes(decoder: Decoder) -> tuple[int, int]:
@@ -208,24 +208,24 @@ def stored_bytes(decoder: Decoder) -> tuple[int, int]:
     return matrices, tables
 
 
-def _replace_head(decoder: Decoder, how: Format, accuracy: int, storage: Storage) -> None:
+def _replace_head(decoder: Decoder, how: Format, accuracy: int, conversion: Conversion) -> None:
     """The head; tied, it shares the stored bytes of the embedding."""
     tied, head = decoder.config.tied_head, decoder.head
     if not how.scale_bytes:
         decoder.head = FloatHead(head.weight)
         return
     decoder.head = BlockedHead(head, how, accuracy)
-    storage.alias |= decoder.head.places("embedding" if tied else "head")
+    conversion.alias |= decoder.head.places("embedding" if tied else "head")
     if not tied:
-        storage.store_blocked("head", how)
+        conversion.store_blocked("head", how)
 
 
-def _linear(name: str, linear: nn.Linear, how: Format, accuracy: int, storage: Storage) -> nn.Module:
+def _linear(name: str, linear: nn.Linear, how: Format, accuracy: int, conversion: Conversion) -> nn.Module:
     if how.scale_bytes:
-        storage.store_blocked(name, how)
+        conversion.store_blocked(name, how)
         return BlockedLinear(linear.in_features, linear.out_features, how, accuracy, linear.bias)
     weight = f"{name}.weight"
-    storage.convert[weight] = lambda tensor: {weight: tensor.to(torch.float32).t().contiguous()}
+    conversion.convert[weight] = lambda tensor: {weight: tensor.to(torch.float32).t().contiguous()}
     return FloatLinear(linear)
 
 
@@ -241,15 +241,15 @@ _DTYPES = {torch.float32: (ir.DataType.FLOAT, 4), torch.uint8: (ir.DataType.UINT
 class DataFile:
     """Where each piece lies in one file of external data; known before any of the data is read."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], storage: Storage) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], conversion: Conversion) -> None:
         """`parameters`: those of the prepared decoder (shape and dtype are read, never data)."""
-        self._parameters, self._storage = parameters, storage
+        self._parameters, self._conversion = parameters, conversion
         self._offset: dict[str, int] = {}
         self._small: dict[str, Tensor] = {}
         self.bytes = 0
         sizes: dict[str, int] = {}
         for name, parameter in parameters.items():
-            piece, offset = storage.place_of(name)
+            piece, offset = conversion.place_of(name)
             sizes[piece] = max(sizes.get(piece, 0), offset + _nbytes(parameter))
         for piece, size in sizes.items():
             if size >= _SIZES.inline_below:
@@ -258,7 +258,7 @@ class DataFile:
 
     def write(self, path: Path, sources: Mapping[str, Callable[[], Pieces]], done: Callable[[str], None]) -> None:
         """Makes and writes the pieces of one source after the other; `done(source)` follows each."""
-        missing = {self._storage.place_of(name)[0] for name in self._parameters}
+        missing = {self._conversion.place_of(name)[0] for name in self._parameters}
         with path.open("wb") as file:
             file.truncate(self.bytes)
             for source, make in sources.items():
@@ -275,7 +275,7 @@ class DataFile:
     def tensor(self, name: str, path: Path) -> ir.TensorProtocol:
         """The ONNX tensor of a parameter, after `write`: a reference into the file, or the small tensor itself."""
         parameter = self._parameters[name]
-        piece, offset = self._storage.place_of(name)
+        piece, offset = self._conversion.place_of(name)
         if piece in self._small:
             return ir.tensor(self._small[piece].numpy().reshape(parameter.shape), name=name)
         return ir.ExternalTensor(

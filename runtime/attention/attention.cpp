@@ -333,7 +333,8 @@ const char* attention_error(const AttentionParams& p) {
   if (!fits_memory({p.batch, p.tokens, p.num_heads, wider + kPartialExtra, sizeof(float)})) {
     return "The query or the output exceeds the address space.";
   }
-  const int64_t row_bytes = wider * cache_value_bytes(p.cache_type) + facts(p.cache_type).scale_bytes;
+  const int64_t row_bytes =
+      wider * cache_value_bytes(p.cache_type) + cache_type_info(p.cache_type).scale_bytes;
   if (!fits_memory({p.batch, p.kv_heads, p.capacity, row_bytes})) {
     return "The cache exceeds the address space.";
   }
@@ -356,7 +357,7 @@ const char* attention_error(const AttentionParams& p) {
   if (!p.query) return "query is null.";
   if (!p.key_cache) return "key_cache is null.";
   if (!p.output) return "output is null.";
-  const bool scaled = facts(p.cache_type).scale_bytes > 0;
+  const bool scaled = cache_type_info(p.cache_type).scale_bytes > 0;
   if ((p.key_scales != nullptr) != scaled) return "key_scales go with an int8 cache, and only with it.";
   if ((p.value_scales != nullptr) != (scaled && p.value_cache)) {
     return "value_scales go with an int8 cache of separate values, and only with it.";

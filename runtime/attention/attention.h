@@ -9,22 +9,24 @@
 
 namespace edge_qkv {
 
-// kInt8: a row of one kv head is codes in [-127, 127] and a scale, a 127th of the row's largest
-// magnitude as fp16 (to nearest, at most 65504). A code is the value divided by that fp16 scale, to
-// nearest even; it stands for code * scale. A scale that is 0 in fp16 makes all codes 0. NaN counts as
-// 0.
+// kInt8: a row of one kv head is codes in [-127, 127] and a scale, a 127th of
+// the row's largest magnitude as fp16 (to nearest, at most 65504). A code is
+// the value divided by that fp16 scale, to nearest even; it stands for code *
+// scale. A scale that is 0 in fp16 makes all codes 0. NaN counts as 0.
 enum class CacheType : int { kFloat32 = 0, kFloat16 = 1, kInt8 = 2 };
 
 // Everything about the types in one place: index it with static_cast<int>(type).
-struct CacheTypeFacts {
+struct CacheTypeInfo {
   const char* name;
   int64_t value_bytes;  // of one cached value
   int64_t scale_bytes;  // of what a row of one kv head carries beside its values
 };
-inline constexpr CacheTypeFacts kCacheTypes[] = {{"fp32", 4, 0}, {"fp16", 2, 0}, {"int8", 1, 2}};
+inline constexpr CacheTypeInfo kCacheTypes[] = {{"fp32", 4, 0}, {"fp16", 2, 0}, {"int8", 1, 2}};
 
-constexpr const CacheTypeFacts& facts(CacheType type) { return kCacheTypes[static_cast<int>(type)]; }
-constexpr int64_t cache_value_bytes(CacheType type) { return facts(type).value_bytes; }
+constexpr const CacheTypeInfo& cache_type_info(CacheType type) {
+  return kCacheTypes[static_cast<int>(type)];
+}
+constexpr int64_t cache_value_bytes(CacheType type) { return cache_type_info(type).value_bytes; }
 
 // How rotary positions meet the cache. The R = rotary_dim values of a row from O = rotary_offset on are
 // rotated in half-split pairs (O + i, O + R/2 + i).
@@ -67,8 +69,8 @@ struct AttentionParams {
   // written these tokens' rows already: then none are written.
   const float* key = nullptr;
   const float* value = nullptr;  // [B, T, G*V]; null when unified, or where key is null
-  const float* key_weight =
-      nullptr;                       // [D]: keys are weight * row; or null. Unified, not with kConjugate
+  // [D]: keys are weight * row; or null. Unified, not with kConjugate.
+  const float* key_weight = nullptr;
   void* key_cache = nullptr;         // [B, G, C, D] of cache_type
   void* value_cache = nullptr;       // [B, G, C, V], or null when unified
   uint16_t* key_scales = nullptr;    // [B, G, C] fp16, or null unless the cache is int8

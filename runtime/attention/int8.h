@@ -109,9 +109,9 @@ void offset_rows(Codes keys, int rows, int groups, uint32_t* offset) {
   }
 }
 
-// The values of a tile, the first V codes of rows `stride` apart, as [groups_of(rows), value_pad], each
-// a group of rows' codes of one dimension. Behind the last row comes that row again: its weights there
-// are 0.
+// The values of a tile, the first V codes of rows `stride` apart, as
+// [groups_of(rows), value_pad], each a group of rows' codes of one dimension.
+// Behind the last row comes that row again: its weights there are 0.
 void interleave_rows(const int8_t* codes, int64_t stride, int rows, int V, int value_pad, Group* out) {
   for (int n = 0; n < rows; n += kGroup, out += value_pad) {
     const int8_t* row[kGroup];
@@ -149,8 +149,8 @@ void load_scales(const uint16_t* scales, int rows, float* out, float* log) {
 
 // ---- scores ----
 
-// All rows of the tile, a multiple of kLeastScoreRows: as many blocks of N rows as fit, then of N/2 and
-// so on.
+// All rows of the tile, a multiple of kLeastScoreRows: as
+// many blocks of N rows as fit, then of N/2 and so on.
 template <int L, int V, int N>
 void code_score_rows(Codes keys, int rows, const Group* query, int groups, int query_pad,
                      const uint32_t* offset, const float* key_scale, const float* query_scale,

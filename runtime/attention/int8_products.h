@@ -11,8 +11,8 @@ namespace edge_qkv {
 namespace EDGE_QKV_ISA {
 namespace {
 
-// So many bytes along the sum of a product: of a row's dimensions in the scores, of a tile's rows in the
-// values.
+// So many bytes along the sum of a product: of a row's
+// dimensions in the scores, of a tile's rows in the values.
 constexpr int kGroup = EDGE_QKV_MATRIX_PRODUCTS ? 8 : 4;
 struct Group {
   int8_t bytes[kGroup];

@@ -1,5 +1,5 @@
-// The attention kernel. This one source is compiled once per instruction set, with EDGE_QKV_ISA naming
-// it.
+// The attention kernel. This one source is compiled once
+// per instruction set, with EDGE_QKV_ISA naming it.
 //
 // Two layouts. Blocks of several query rows put the lanes of a vector across query rows: the queries are
 // transposed once per block, and a value of the tile, broadcast, meets a vector of queries; so neither
@@ -21,8 +21,8 @@ namespace edge_qkv {
 namespace EDGE_QKV_ISA {
 namespace {
 
-// Rows of the score product held in registers, times two vectors or one; and the same for the value
-// product.
+// Rows of the score product held in registers, times two
+// vectors or one; and the same for the value product.
 constexpr int kScoreRows = kWideFile ? 8 : 4, kLoneScoreRows = 8;
 constexpr int kValueRows = 4;
 constexpr int kValueVectors = kWideFile ? 4 : 2;
@@ -49,8 +49,8 @@ struct Tile {
   int64_t stride;
 };
 
-// Rows [begin, begin + rows) of one kv head. An fp32 cache whose rows are whole vectors is used in
-// place.
+// Rows [begin, begin + rows) of one kv head. An fp32
+// cache whose rows are whole vectors is used in place.
 Tile load_tile(const AttentionParams& p, Cache cache, const WorkItem& item, int64_t begin, int rows,
                float* buffer) {
   const int padded = round_up(cache.dim, kLanes);
@@ -170,8 +170,8 @@ void weigh_tile(Tile keys, int rows, int query_rows, int query_pad, int D, bool 
 
 // ---- scores: lanes across head_dim ----
 
-// Weights of one query row [dim_pad] for a tile: weights [rows rounded up to whole vectors], 0 outside
-// `visible`.
+// Weights of one query row [dim_pad] for a tile: weights
+// [rows rounded up to whole vectors], 0 outside `visible`.
 void weigh_tile_for_row(Tile keys, int rows, const float* query, int dim_pad, Span visible,
                         float* weights, float* row_max, float* row_sum, float* decay) {
   for (int n = 0; n < rows; n += 4) {

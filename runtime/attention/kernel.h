@@ -1,9 +1,9 @@
 // What the instruction-set independent half of the attention operator (attention.cpp) and the kernel
 // (kernel.cpp, compiled once per instruction set) share.
 //
-// Only plain data and internal-linkage functions may live here: an inline function with external linkage
-// would be emitted by every instruction set's object, and the linker could keep the AVX-512 copy for
-// all.
+// Only plain data and internal-linkage functions may live here: an inline
+// function with external linkage would be emitted by every instruction
+// set's object, and the linker could keep the AVX-512 copy for all.
 #pragma once
 
 #include "attention.h"

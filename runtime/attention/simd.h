@@ -209,8 +209,9 @@ EDGE_QKV_INLINE void to_half(uint16_t* p, Float<4> v) {
   vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)saturate_to_half<4>(v))));
 }
 
-#else  // No instruction for it: integer arithmetic, which no flush-to-zero mode of the caller can
-       // disturb.
+#else
+
+// No instruction for it: integer arithmetic, which no flush-to-zero mode of the caller can disturb.
 
 EDGE_QKV_INLINE Float<4> from_half(const uint16_t* p) {
   Simd<4>::Half half;

@@ -226,7 +226,7 @@ eqkv_status eqkv_model_get_info(const eqkv_model* model, eqkv_model_info* info) 
     const ModelInfo& m = model->engine->info();
     eqkv_model_info all = {0,
                            m.engine,
-                           facts(m.layout.type).name,
+                           cache_type_info(m.layout.type).name,
                            m.description.vocab_size,
                            m.description.layers(),
                            m.description.max_positions,

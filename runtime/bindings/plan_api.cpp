@@ -9,7 +9,7 @@ namespace {
 CacheType cache_type(const char* name, CacheType otherwise) {
   if (!name) return otherwise;
   for (const CacheType type : {CacheType::kFloat32, CacheType::kFloat16, CacheType::kInt8}) {
-    if (std::strcmp(name, facts(type).name) == 0) return type;
+    if (std::strcmp(name, cache_type_info(type).name) == 0) return type;
   }
   throw Error(EQKV_INVALID_ARGUMENT,
               "cache_type must be fp32, fp16 or int8, not \"" + std::string(name).substr(0, 40) + "\".");
@@ -37,9 +37,10 @@ void plan(Description model, const PlanEngine& engine, const eqkv_plan_options& 
           uint64_t weight_bytes, eqkv_plan_info* out) {
   model.cache = cache_type(options.cache_type, model.cache);
   const Plan p = plan_memory(model, plan_options(options), engine);
-  write_info(out, {0, p.context, p.prefill_chunk, p.threads, facts(p.cache_type).name, p.weights_file,
-                   p.weights_anonymous, p.cache, p.workspace, p.engine_file, p.engine_anonymous,
-                   p.expected(), p.margin, p.total(), p.anonymous(), weight_bytes, model.matrix_bytes});
+  write_info(
+      out, {0, p.context, p.prefill_chunk, p.threads, cache_type_info(p.cache_type).name, p.weights_file,
+            p.weights_anonymous, p.cache, p.workspace, p.engine_file, p.engine_anonymous, p.expected(),
+            p.margin, p.total(), p.anonymous(), weight_bytes, model.matrix_bytes});
   if (!p.over_budget.empty()) throw Error(EQKV_OVER_BUDGET, p.over_budget);
 }
 

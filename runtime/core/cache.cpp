@@ -199,8 +199,8 @@ void CacheMemory::release(int64_t length) {
 
 void CacheMemory::changed_from(int64_t row) { in_file_ = std::min(in_file_, row); }
 
-// Rows [0, sinks) of those that were sinks are still in front; the others have moved up with all the
-// rest.
+// Rows [0, sinks) of those that were sinks are still in
+// front; the others have moved up with all the rest.
 LiveRows CacheMemory::after_drop(size_t tensor, int64_t first, int64_t last, int64_t length) const {
   const int64_t live = first_live_[tensor], sinks = view_.layout.tensors[tensor].sinks;
   const int64_t dropped = last - first;

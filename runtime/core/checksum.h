@@ -1,5 +1,5 @@
-// XXH64: tells a damaged file from a whole one at the speed of memory. No protection against an
-// attacker.
+// XXH64: tells a damaged file from a whole one at the
+// speed of memory. No protection against an attacker.
 //
 // Written from the specification by Yann Collet,
 // https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, for little-endian hosts.

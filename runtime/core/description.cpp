@@ -341,7 +341,7 @@ CacheLayout cache_layout(const Description& description) {
       add(Part::kValue, kind.value_dim);
     }
     layout.tensors.insert(layout.tensors.end(), rows.begin(), rows.end());
-    if (facts(layout.type).scale_bytes == 0) continue;
+    if (cache_type_info(layout.type).scale_bytes == 0) continue;
     for (CacheTensor& tensor : rows) tensor.scales = true;
     layout.tensors.insert(layout.tensors.end(), rows.begin(), rows.end());
   }

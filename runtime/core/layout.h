@@ -38,8 +38,8 @@ struct CacheLayout {
 
   // Bytes that a token takes in one kv head of the tensor.
   size_t row_bytes(const CacheTensor& tensor) const {
-    return static_cast<size_t>(tensor.scales ? facts(type).scale_bytes
-                                             : facts(type).value_bytes * tensor.dim);
+    return static_cast<size_t>(tensor.scales ? cache_type_info(type).scale_bytes
+                                             : cache_type_info(type).value_bytes * tensor.dim);
   }
   // Bytes that a token takes over all tensors.
   int64_t token_bytes() const;

@@ -58,7 +58,7 @@ void move_rotated(const CacheView& view, size_t tensor, const Rotation& rotation
                   int64_t distance, float* row) {
   const CacheTensor& shape = view.layout.tensors[tensor];
   const CacheType type = view.layout.type;
-  const bool scaled = facts(type).scale_bytes > 0;
+  const bool scaled = cache_type_info(type).scale_bytes > 0;
   const size_t scales = scaled ? scales_of(view.layout, tensor) : 0;
   const Kernel& kernel = active_kernel();
   for (int64_t head = 0; head < shape.kv_heads; ++head) {

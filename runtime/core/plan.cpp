@@ -89,8 +89,8 @@ Plan plan_for(const Description& model, const PlanOptions& options, int64_t cont
   plan.weights_file = costs.weights_file;
   plan.weights_anonymous = costs.weights_anonymous;
   plan.cache = resident_bytes(layout, context, exact.margin, exact.prefill_chunk);
-  // The session keeps two rows of logits, those of the last token and those that are being computed, and
-  // its tokens.
+  // The session keeps two rows of logits, those of the last
+  // token and those that are being computed, and its tokens.
   plan.workspace = costs.workspace + 2 * sizeof(float) * static_cast<uint64_t>(model.vocab_size) +
                    sizeof(int32_t) * static_cast<uint64_t>(context) +
                    std::max(attention_bytes(model, context, exact.prefill_chunk, exact.threads),

@@ -62,8 +62,8 @@ double cpu_quota(const std::string& root) {
     if (!version_2 && (type != "cgroup" || !has_word(options, "cpu"))) continue;
     std::string group = own_group(root, version_2);
     if (group.empty()) continue;
-    // A container sees the mount from its own group on, while the group may be named from the host's
-    // root.
+    // A container sees the mount from its own group on,
+    // while the group may be named from the host's root.
     if (top != "/" && group.rfind(top, 0) == 0) group.erase(0, top.size());
     if (group.find("..") != std::string::npos)
       group.clear();  // above the mount: only what is mounted is seen

@@ -26,10 +26,10 @@ struct SamplerOptions {
 //   3. top_k: the k most likely tokens stay;
 //   4. top_p: the fewest of these, most likely first, that hold p of their probability stay;
 //   5. min_p: of these, the ones at least min_p as likely as the most likely stay.
-// A choice is a pure function of options, logits and history: the random number is drawn from the seed
-// and the length of the history, so that a session that was rewound or restored goes on as it would
-// have. The arithmetic is the same on every platform. NaN counts as -infinity, +infinity as the largest
-// float.
+// A choice is a pure function of options, logits and history: the random number
+// is drawn from the seed and the length of the history, so that a session that
+// was rewound or restored goes on as it would have. The arithmetic is the same
+// on every platform. NaN counts as -infinity, +infinity as the largest float.
 class Sampler {
  public:
   // Throws Error where an option is out of its range.

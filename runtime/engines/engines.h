@@ -24,8 +24,8 @@ int resolved_threads(int threads);
 // A package directory belongs to the engine whose model file it holds, a model file to the engine whose
 // ending it has.
 
-// Reads the description of the package directory or model file at `path`; no engine is opened. Throws
-// Error.
+// Reads the description of the package directory or model
+// file at `path`; no engine is opened. Throws Error.
 ModelInfo describe_model(const std::string& path);
 
 // How the engine of this name, as in ModelInfo, counts its memory. Throws Error for an unknown one.

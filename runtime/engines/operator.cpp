@@ -2,15 +2,27 @@
 
 #include <climits>
 #include <cstring>
+#include <iterator>
 
 namespace edge_qkv {
 namespace {
 
-// Of inputs that may be of one type alone; the caches' is what the file has chosen.
-constexpr Element kElements[] = {Element::kFloat32, Element::kFloat32, Element::kOther,
-                                 Element::kInt64,   Element::kFloat32, Element::kFloat32,
-                                 Element::kFloat32, Element::kOther,   Element::kFloat16,
-                                 Element::kFloat16, Element::kFloat32};
+// What each input must be, in the order of OperatorInput. kOther: the caches are of the type that the
+// file has chosen.
+struct InputType {
+  const char* name;  // for messages
+  size_t rank;
+  Element element;
+};
+constexpr InputType kInputTypes[] = {
+    {"query", 3, Element::kFloat32},       {"kv", 3, Element::kFloat32},
+    {"cache", 4, Element::kOther},         {"past", 0, Element::kInt64},
+    {"cos", 2, Element::kFloat32},         {"sin", 2, Element::kFloat32},
+    {"value", 3, Element::kFloat32},       {"value_cache", 4, Element::kOther},
+    {"cache_scale", 3, Element::kFloat16}, {"value_cache_scale", 3, Element::kFloat16},
+    {"key_weight", 1, Element::kFloat32},
+};
+static_assert(std::size(kInputTypes) == kOperatorInputs);
 
 bool cache_type_of(Element element, CacheType* type) {
   constexpr Element kTypes[] = {Element::kFloat32, Element::kFloat16, Element::kInt8};  // CacheType
@@ -39,15 +51,15 @@ bool read_rotary_mode(const std::string& name, Rotary* rotary) {
 std::string read_operator(const OperatorTensor (&inputs)[kOperatorInputs], AttentionParams* params) {
   for (size_t i = 0; i < kOperatorInputs; ++i) {
     const OperatorTensor& tensor = inputs[i];
-    const OperatorInputFacts& facts = kOperatorInputFacts[i];
-    const std::string name = std::string("The attention's input ") + facts.name;
+    const InputType& type = kInputTypes[i];
+    const std::string name = std::string("The attention's input ") + type.name;
     if (!tensor.present) continue;
-    if (kElements[i] != Element::kOther && tensor.element != kElements[i]) {
+    if (type.element != Element::kOther && tensor.element != type.element) {
       return name + " has the wrong element type.";
     }
-    if (tensor.rank != facts.rank) {
+    if (tensor.rank != type.rank) {
       return name + " has " + std::to_string(tensor.rank) + " dimensions instead of " +
-             std::to_string(facts.rank) + ".";
+             std::to_string(type.rank) + ".";
     }
   }
   const OperatorTensor &query = inputs[kQuery], &key = inputs[kKey], &cache = inputs[kCache],

@@ -25,16 +25,6 @@ enum OperatorInput {
   kOperatorInputs
 };
 
-// Ranks by input, and names for messages.
-struct OperatorInputFacts {
-  const char* name;
-  size_t rank;
-};
-inline constexpr OperatorInputFacts kOperatorInputFacts[] = {
-    {"query", 3},     {"kv", 3},    {"cache", 4},       {"past", 0},        {"cos", 2},
-    {"sin", 2},       {"value", 3}, {"value_cache", 4}, {"cache_scale", 3}, {"value_cache_scale", 3},
-    {"key_weight", 1}};
-
 enum class Element { kOther, kFloat32, kFloat16, kInt8, kInt64 };
 
 constexpr size_t kMostRank = 4;

@@ -151,9 +151,9 @@ bool PackedWeights::any(const std::string& directory, const ModelInfo& info) {
 std::string PackedWeights::described(const std::string& folder) const {
   std::string text = maker_;
   for (const std::string& name : files_) {
-    const std::string facts = size_and_sum(folder + "/" + name);
-    if (facts.empty()) return "";
-    text += name + " " + facts + "\n";
+    const std::string entry = size_and_sum(folder + "/" + name);
+    if (entry.empty()) return "";
+    text += name + " " + entry + "\n";
   }
   return text;
 }

@@ -19,8 +19,8 @@ namespace edge_qkv {
 
 class PackedWeights {
  public:
-  // In `directory`, of the model that `info` describes, by an engine ("onnxruntime 1.32.0"), in files of
-  // these names.
+  // In `directory`, of the model that `info` describes, by an
+  // engine ("onnxruntime 1.32.0"), in files of these names.
   PackedWeights(const std::string& directory, const ModelInfo& info, const std::string& engine,
                 const std::vector<std::string>& files);
 

@@ -10,8 +10,8 @@
 //
 // --dims: head_dim and value_dim, the same where there is one number. --reads: an earlier layer wrote
 // the rows.
-// --rounds takes the place of --milliseconds where instructions are counted: N rounds beside the warm
-// one.
+// --rounds takes the place of --milliseconds where
+// instructions are counted: N rounds beside the warm one.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -185,7 +185,7 @@ int main(int argc, char** argv) {
   std::printf("  depth tokens threads");
   for (const std::string& dims : o.dims) {
     for (CacheType type : o.types) {
-      std::printf("  %9s %9s       x", dims.c_str(), facts(type).name);
+      std::printf("  %9s %9s       x", dims.c_str(), cache_type_info(type).name);
     }
   }
   std::printf("\n");

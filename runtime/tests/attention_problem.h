@@ -193,10 +193,10 @@ struct Problem {
     return n <= position && (p.window == 0 || n < p.sinks || n > position - p.window);
   }
 
-  // Random rows of D values where a query may look, NaN in the rows that nobody has written or nobody
-  // sees.
+  // Random rows of D values where a query may look, NaN
+  // in the rows that nobody has written or nobody sees.
   CacheBuffers new_cache(int D, int64_t rows) {
-    const CacheTypeFacts& type = facts(p.cache_type);
+    const CacheTypeInfo& type = cache_type_info(p.cache_type);
     CacheBuffers cache{Guarded(cache_rows() * D * type.value_bytes),
                        Guarded(cache_rows() * type.scale_bytes), D};
     const std::vector<float> noise = random_floats(rows * D);
@@ -355,10 +355,10 @@ struct Problem {
     return true;
   }
 
-  // The largest error relative to the largest |reference| value of its token, over all heads (the row
-  // that the output projection multiplies; a head of one value may cancel to nothing, where a relative
-  // error means nothing). Reads the rows from the cache, so that the rounding of stored rows is no part
-  // of it.
+  // The largest error relative to the largest |reference| value of its token,
+  // over all heads (the row that the output projection multiplies; a head of one
+  // value may cancel to nothing, where a relative error means nothing). Reads the
+  // rows from the cache, so that the rounding of stored rows is no part of it.
   double error() const {
     const int D = p.head_dim, V = p.value_dim, group = p.num_heads / p.kv_heads;
     const bool separate = p.value_cache != nullptr;

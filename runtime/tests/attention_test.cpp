@@ -1,8 +1,8 @@
 // Tests of the attention operator against a float64 reference that shares nothing with the kernel: full
 // scores, full softmax, rotations by angle difference.
 //
-// Runs on the instruction set in use (EDGE_QKV_ISA forces one). --quick runs a reduced list, for
-// emulators.
+// Runs on the instruction set in use (EDGE_QKV_ISA forces
+// one). --quick runs a reduced list, for emulators.
 #include "attention_test.h"
 
 #include <array>
@@ -59,7 +59,7 @@ bool check(const Case& c, Pool& pool, size_t tasks) {
         "V %d O %d weight %d reads %d %s: ",
         (long long)c.batch, (long long)c.tokens, (long long)c.past, c.heads, c.kv_heads, c.dim,
         static_cast<int>(c.rotary), c.rotary_dim, c.separate, (long long)c.window, (long long)c.sinks,
-        problem.p.value_dim, c.rotary_offset, c.key_weight, c.reads, facts(type).name);
+        problem.p.value_dim, c.rotary_offset, c.key_weight, c.reads, cache_type_info(type).name);
     if (!inside) {
       std::printf("wrote where it may not\n");
     } else if (!written) {
@@ -523,8 +523,8 @@ int main(int argc, char** argv) {
   }
   std::printf("max relative error:");
   for (CacheType type : kTypes) {
-    std::printf(" %s cache %.3g of %.3g;", facts(type).name, worst_error[static_cast<int>(type)],
-                bound(type));
+    std::printf(" %s cache %.3g of %.3g;", cache_type_info(type).name,
+                worst_error[static_cast<int>(type)], bound(type));
   }
   std::printf("\n");
   std::printf("%d passed, %d failed\n", passed, failed);

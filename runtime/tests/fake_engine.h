@@ -123,7 +123,7 @@ inline CacheLayout layout_of(CacheType type, const std::vector<FakeLayer>& layer
   for (size_t i = 0; i < layers.size(); ++i) {
     const FakeLayer& layer = layers[i];
     for (const bool scales : {false, true}) {
-      if (scales && facts(type).scale_bytes == 0) continue;
+      if (scales && cache_type_info(type).scale_bytes == 0) continue;
       const auto add = [&](Part part, int64_t dim) {
         layout.tensors.push_back(
             {static_cast<int64_t>(i), part, scales, layer.kv_heads, dim, layer.window, layer.sinks});

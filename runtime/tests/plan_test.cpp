@@ -15,8 +15,8 @@ constexpr uint64_t kMB = 1'000'000;
 
 EngineCosts plain_costs(const Description& m, const PlanOptions& options) {
   EngineCosts costs;
-  costs.weights_file =
-      m.table_bytes + (options.packed ? m.matrix_bytes / 2 : 0);  // as if packing saved half
+  // As if packing saved half.
+  costs.weights_file = m.table_bytes + (options.packed ? m.matrix_bytes / 2 : 0);
   costs.weights_anonymous = options.packed ? 0 : m.matrix_bytes;
   costs.workspace = static_cast<uint64_t>(options.prefill_chunk) * 100'000;
   costs.code = 20 * kMB;

@@ -1,5 +1,5 @@
-// The reader of ExecuTorch programs, and of the metadata in them, against files that lie about
-// themselves.
+// The reader of ExecuTorch programs, and of the metadata
+// in them, against files that lie about themselves.
 #include "engines/executorch/pte_file.h"
 
 #include <unistd.h>

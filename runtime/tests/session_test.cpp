@@ -591,8 +591,8 @@ TEST(overflow_windows,
           EXPECT(session.cache().committed_bytes() <= session.cache_bytes(session.length()));
         }
         EXPECT(session.dropped() > 500);
-        // Back beyond what is left of the windows: the tokens that the session holds are evaluated
-        // again.
+        // Back beyond what is left of the windows: the
+        // tokens that the session holds are evaluated again.
         const std::vector<int32_t> held = session.tokens();
         const int64_t to = session.length() / 3;
         session.rewind(to);

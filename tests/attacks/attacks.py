@@ -6,6 +6,7 @@ attack is on what lies behind them, with the xxHash of `runtime/core/snapshot.md
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 
@@ -193,35 +194,74 @@ def entry(key: str, value: str) -> bytes:
     return varint(METADATA << 3 | 2) + varint(len(body)) + body
 
 
-def _metadata(key: str, value: str) -> Attack:
-    """Another value for `key`: written at the end, and in place of the old one."""
+# ---- descriptions: the text that both kinds of model files hold ----
+
+Change = Callable[[str], str]  # of a description
+
+
+def _line(name: str, value: str) -> Change:
+    """Another value on the first line of that name."""
+    return lambda text: re.sub(rf"^{name} .*$", lambda _: f"{name} {value}", text, count=1, flags=re.MULTILINE)
+
+
+def _no_line(name: str) -> Change:
+    return lambda text: re.sub(rf"^{name} .*\n", "", text, count=1, flags=re.MULTILINE)
+
+
+_SIZES = ("format", "vocab_size", "max_positions", "kv_heads", "head_dim", "value_dim", "heads", "operator")
+_BOUNDED = (*_SIZES, "window", "sinks", "rotary_offset", "learned_positions")
+_WORDS = (*_SIZES, "cache", "positions", "rows", "pattern", "frequencies", "kind")
+DESCRIPTIONS: dict[str, Change] = {
+    **{
+        f"{name} missing": _no_line(name)
+        for name in (*_BOUNDED, "cache", "positions", "rows", "pattern", "frequencies")
+    },
+    **{f"{name} zero": _line(name, "0") for name in _SIZES},
+    **{f"{name} negative": _line(name, "-1") for name in _BOUNDED},
+    **{f"{name} huge": _line(name, "9" * 30) for name in _BOUNDED},
+    **{f"{name} text": _line(name, "many\x1b[31m") for name in _WORDS},
+    "no text": lambda text: "",
+    "a line twice": lambda text: text.replace("heads 4\n", "heads 4\nheads 4\n", 1),
+    "no end": lambda text: text[:-1],
+    "half": lambda text: text[: len(text) // 2],
+    "a text of a megabyte": lambda text: text + "a" * (1 << 20),
+    "a thousand kinds": lambda text: text.replace("pattern", "".join(f"kind k{i}\n" for i in range(1000)) + "pattern"),
+    "a million layers": lambda text: text.rstrip("\n") + " layer" * 10_000 + "\n",
+    "a layer of no kind": _line("pattern", "layer other"),
+    "rows of nothing": _line("rows", "of other"),
+    "rows of itself": _line("rows", "of layer"),
+    "a rotation of nothing": _line("frequencies", "nan 1 1 1"),
+    "an odd rotation": _line("frequencies", "1 1 1 1 1"),
+    "a rotation beyond the row": _line("rotary_offset", "2"),
+    "values wider than the row": _line("value_dim", "9"),
+    "sinks without a window": _line("sinks", "1"),
+    "a newer operator": _line("operator", "3"),
+    "a zero in it": lambda text: text.replace("head_dim 8", "head_dim 8\0", 1),
+}
+
+
+# ---- ONNX files ----
+
+
+def _with_texts(change: Callable[[dict[str, str]], dict[str, str]]) -> Attack:
+    """Other metadata edge_qkv.*."""
 
     def attack(data: bytes) -> bytes:
         import onnx
 
         model = onnx.ModelProto.FromString(data)
-        kept = [p for p in model.metadata_props if p.key != f"edge_qkv.{key}"]
+        texts = {p.key.removeprefix("edge_qkv."): p.value for p in model.metadata_props}
         del model.metadata_props[:]
-        model.metadata_props.extend(kept)
-        return model.SerializeToString() + entry(f"edge_qkv.{key}", value)
+        written = b"".join(entry(f"edge_qkv.{key}", value) for key, value in change(texts).items())
+        return model.SerializeToString() + written
 
     return attack
 
 
-def _without(key: str) -> Attack:
-    def attack(data: bytes) -> bytes:
-        import onnx
-
-        model = onnx.ModelProto.FromString(data)
-        kept = [p for p in model.metadata_props if p.key != f"edge_qkv.{key}"]
-        del model.metadata_props[:]
-        model.metadata_props.extend(kept)
-        return model.SerializeToString()
-
-    return attack
+def _described(change: Change) -> Attack:
+    return _with_texts(lambda texts: texts | {"description": change(texts["description"])})
 
 
-_NUMBERS = ("format", "vocab_size", "layers", "kv_heads", "head_dim", "caches", "max_positions")
 MODELS: dict[str, Attack] = {
     "empty": lambda data: b"",
     "half": lambda data: data[: len(data) // 2],
@@ -233,52 +273,51 @@ MODELS: dict[str, Attack] = {
     "a length of all ones": lambda data: data + b"\x72" + varint((1 << 64) - 1),
     "a varint without end": lambda data: data + b"\x72" + b"\xff" * 20,
     "an unknown wire type": lambda data: data + b"\x77\x01",
-    **{f"{key} missing": _without(key) for key in (*_NUMBERS, "cache_type", "fingerprint", "positions", "window")},
-    **{f"{key} zero": _metadata(key, "0") for key in _NUMBERS},
-    **{f"{key} negative": _metadata(key, "-1") for key in (*_NUMBERS, "window", "sinks")},
-    **{f"{key} huge": _metadata(key, "9" * 30) for key in (*_NUMBERS, "window", "sinks")},
-    **{f"{key} text": _metadata(key, "many\x1b[31m") for key in (*_NUMBERS, "cache_type", "positions", "fingerprint")},
-    "kv_heads of another model": _metadata("kv_heads", "2"),
-    "head_dim of another model": _metadata("head_dim", "9"),
-    "layers of another model": _metadata("layers", "3"),
-    "vocab_size of another model": _metadata("vocab_size", "1000"),
-    "cache_type of another model": _metadata("cache_type", "fp16"),
-    "a rotation of nothing": _metadata("rotary_base", "nan"),
-    "an odd rotation": _metadata("rotary_dim", "7"),
-    "a short fingerprint": _metadata("fingerprint", "abc"),
+    **{f"description, {name}": _described(change) for name, change in DESCRIPTIONS.items()},
+    "no description": _with_texts(lambda texts: {"fingerprint": texts["fingerprint"]}),
+    "no fingerprint": _with_texts(lambda texts: {"description": texts["description"]}),
+    "a short fingerprint": _with_texts(lambda texts: texts | {"fingerprint": "abc"}),
+    "kv_heads of another model": _described(_line("kv_heads", "2")),
+    "head_dim of another model": _described(lambda text: _line("value_dim", "10")(_line("head_dim", "10")(text))),
+    "layers of another model": _described(_line("pattern", "layer layer layer")),
+    "vocab_size of another model": _described(_line("vocab_size", "1000")),
+    "cache of another model": _described(_line("cache", "fp16")),
 }
 
 
 # ---- ExecuTorch programs: model.pte, a flatbuffer whose methods edge_qkv.* each return a text ----
 
-DESCRIPTION = {
-    "format": "2",
-    "vocab_size": "260",
-    "max_positions": "96",
-    "layers": "2",
-    "width": "32",
-    "heads": "4",
-    "kv_heads": "1",
-    "head_dim": "8",
-    "caches": "1",
-    "cache_type": "fp16",
-    "window": "0",
-    "sinks": "0",
-    "positions": "rotary-conjugate",
-    "rotary_dim": "8",
-    "rotary_base": "10000.0",
-    "mlp_width": "48",
-    "mlp_matrices": "3",
-    "weight_bits": "32",
-    "block_size": "0",
-    "matrix_bytes": "1000",
-    "table_bytes": "2000",
-    "fingerprint": "0123456789abcdef" * 4,
-    "cache_rows": "96",
-    "prefill_chunk": "64",
-    "operator": "1",
-    "executorch": "1.5.1",
-}
+DESCRIPTION = """\
+format 3
+vocab_size 260
+max_positions 96
+width 32
+cache fp16
+learned_positions 0
+weight_bits 32
+block_size 0
+matrix_bytes 1000
+table_bytes 2000
+prefill_chunk 64
+cache_rows 96
+operator 2
+executorch 1.5.1
+kind layer
+heads 4
+kv_heads 1
+head_dim 8
+value_dim 8
+rows unified
+window 0
+sinks 0
+positions rotary-conjugate
+rotary_offset 0
+frequencies 1.0 0.1 0.01 0.001
+mlp_width 48
+mlp_matrices 3
+pattern layer layer
+"""
+TEXTS = {"description": DESCRIPTION, "fingerprint": "0123456789abcdef" * 4}
 
 # Of the extended header, see exir/_serialize/_program.py of ExecuTorch.
 HEADER_FIELDS = {"program_size": 16, "segment_base": 24, "segment_bytes": 32}
@@ -341,7 +380,7 @@ def _header(name: str, value: Callable[[int], int]) -> Attack:
 def _at(place: str, value: int) -> Attack:
     def attack(data: bytes) -> bytes:
         out = bytearray(data)
-        struct.pack_into("<I", out, places(data, "head_dim")[place], value)
+        struct.pack_into("<I", out, places(data, "description")[place], value)
         return bytes(out)
 
     return attack
@@ -352,7 +391,7 @@ def _layout(table: str, *sizes: int) -> Attack:
 
     def attack(data: bytes) -> bytes:
         out = bytearray(data)
-        at = places(data, "head_dim")[f"{table} table"]
+        at = places(data, "description")[f"{table} table"]
         vtable = at - struct.unpack_from("<i", data, at)[0]
         struct.pack_into(f"<{len(sizes)}H", out, vtable, *sizes)
         return bytes(out)
@@ -363,7 +402,7 @@ def _layout(table: str, *sizes: int) -> Attack:
 def _no_type(data: bytes) -> bytes:
     """The text as a value of a type that is no text."""
     out = bytearray(data)
-    out[_place(data, places(data, "head_dim")["value table"], _TYPE)] = 2
+    out[_place(data, places(data, "description")["value table"], _TYPE)] = 2
     return bytes(out)
 
 
@@ -410,7 +449,6 @@ def _no_forward(data: bytes) -> bytes:
 _OFFSETS = ("root", "methods", "method", "name", "values", "outputs", "value", "union", "text")
 _TABLES = ("root", "method", "value", "string")
 _COUNTS = ("methods count", "values count", "outputs count", "name length", "text length")
-_SIZES = (*_NUMBERS, "cache_rows", "prefill_chunk", "operator")
 PROGRAMS: dict[str, Attack] = {
     "empty": lambda data: b"",
     "half": lambda data: data[: len(data) // 2],
@@ -423,7 +461,6 @@ PROGRAMS: dict[str, Attack] = {
     "no header": lambda data: data[:8] + bytes(32) + data[40:],
     "no forward": _no_forward,
     "a number for a text": _no_type,
-    "a key twice": _renamed("layers", "edge_qkv.format"),
     **{f"{name} zero": _header(name, lambda good: 0) for name in ("program_size", "segment_base")},
     **{f"{name} all ones": _header(name, lambda good: -1) for name in HEADER_FIELDS},
     **{f"{name} huge": _header(name, lambda good: good + (1 << 40)) for name in HEADER_FIELDS},
@@ -446,17 +483,15 @@ PROGRAMS: dict[str, Attack] = {
     **{f"{name} {value:#x}": _at(name, value) for name in _COUNTS for value in (0x40000000, 0x7FFFFFFF, 0xFFFFFFFF)},
     **{f"output index {value:#x}": _at("output index", value) for value in (1, 0x7FFFFFFF, 0xFFFFFFFF)},
     "a text that ends early": _at("text length", 0),
-    **{f"{key} missing": _absent(key) for key in DESCRIPTION if key != "executorch"},
-    **{f"{key} zero": _returned(key, "0") for key in _SIZES},
-    **{f"{key} negative": _returned(key, "-1") for key in (*_SIZES, "window", "sinks")},
-    **{f"{key} huge": _returned(key, "9" * 30) for key in (*_SIZES, "window", "sinks")},
-    **{f"{key} text": _returned(key, "many\x1b[31m") for key in (*_SIZES, "cache_type", "positions", "fingerprint")},
-    "a text of a megabyte": _returned("fingerprint", "a" * (1 << 20)),
-    "a text with a zero in it": _returned("layers", "2\0"),
-    "fewer rows than positions": _returned("cache_rows", "95"),
-    "too long a chunk": _returned("prefill_chunk", str((1 << 20) + 1)),
-    "a newer operator": _returned("operator", "2"),
-    "a rotation of nothing": _returned("rotary_base", "nan"),
-    "an odd rotation": _returned("rotary_dim", "7"),
+    **{f"{key} missing": _absent(key) for key in TEXTS},
+    **{f"description, {name}": _returned("description", change(DESCRIPTION)) for name, change in DESCRIPTIONS.items()},
+    **{
+        f"{name} {value}": _returned("description", _line(name, value)(DESCRIPTION))
+        for name in ("cache_rows", "prefill_chunk")
+        for value in ("0", "-1", "9" * 30, "many\x1b[31m")
+    },
+    "fewer rows than positions": _returned("description", _line("cache_rows", "95")(DESCRIPTION)),
+    "too long a chunk": _returned("description", _line("prefill_chunk", str((1 << 20) + 1))(DESCRIPTION)),
+    "a fingerprint of a megabyte": _returned("fingerprint", "a" * (1 << 20)),
     "a short fingerprint": _returned("fingerprint", "abc"),
 }

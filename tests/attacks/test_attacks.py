@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attacks import DESCRIPTION, MODELS, PROGRAMS, SNAPSHOTS
+from attacks import MODELS, PROGRAMS, SNAPSHOTS, TEXTS
 from edge_qkv import EdgeQKVError, Model, Session, files
 
 CONTEXT = 96
@@ -44,7 +44,7 @@ def program() -> bytes:
     import torch
 
     exported = torch.export.export(torch.nn.Linear(8, 8), (torch.zeros(1, 8),), strict=False)
-    described = {f"edge_qkv.{key}": value for key, value in DESCRIPTION.items()}
+    described = {f"edge_qkv.{key}": value for key, value in TEXTS.items()}
     return exir.to_edge_transform_and_lower(exported, constant_methods=described).to_executorch().buffer
 
 

@@ -57,12 +57,12 @@ def test_ten_models_differ_in_their_attention_alone(trained):
         assert math.log(rows[name]["perplexity"]) == pytest.approx(sum(losses) / 2)
         assert rows[name]["parameters"] == config.parameters() == report["parameters"]
         assert rows[name]["cache_bytes_per_token"] == config.cache_bytes_per_token("fp16")
-        assert (config.layers, config.width, config.heads, config.vocab_size) == (1, 48, 8, 300)
+        assert (len(config.layers), config.width, config.only.heads, config.vocab_size) == (1, 48, 8, 300)
         if name in quality.PAPER:
-            assert config.variant == name and config.mlp_width == 128 and config.scale == 1 / math.sqrt(6)
+            assert config.variant == name and config.only.mlp_width == 128 and config.only.scale == 1 / math.sqrt(6)
             assert report["recipe"]["weight_decay"] == 0.1
         else:
-            assert config.variant == "QKV (identity query)" and config.scale == pytest.approx(0.5 / math.sqrt(6))
+            assert config.variant == "QKV (identity query)" and config.only.scale == pytest.approx(0.5 / math.sqrt(6))
             assert report["recipe"]["weight_decay"] == 0.03
     # What the query matrix had is in the MLP: 3 matrices of 16 more columns each.
     assert configs["identity"].parameters() == configs["QKV"].parameters() - 48 * 48

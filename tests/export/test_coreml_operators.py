@@ -110,6 +110,7 @@ FLOATS = {
     "reshape, more axes": (lambda c, x: mb.reshape(x=x, shape=[0, 2, -1, 0]), lambda x: x.reshape(1, 2, 3, 4), (X,)),
     "transpose": (lambda c, x: mb.transpose(x=x, perm=[2, 0, -2]), lambda x: x.permute(2, 0, 1), (X,)),
     "expand_dims": (lambda c, x: mb.expand_dims(x=x, axes=[0, -1]), lambda x: x[None, ..., None], (X,)),
+    "squeeze": (lambda c, x: mb.squeeze(x=x, axes=[0, 1]), lambda x: x[0], (X[:1],)),
     "concat": (lambda c, x, y: mb.concat(values=[x, y], axis=-1), lambda x, y: torch.cat([x, y], -1), (X, Y)),
     "split": (lambda c, x: mb.split(x=x, split_sizes=[1, 3], axis=2)[1], lambda x: x[..., 1:], (X,)),
     "split, evenly": (lambda c, x: mb.split(x=x, num_splits=3, axis=1)[1], lambda x: x[:, 1:2], (X,)),

@@ -13,6 +13,7 @@ from onnx import helper
 
 from edge_qkv import attention
 from edge_qkv.attention import CACHE_DTYPE
+from edge_qkv.description import OPERATOR
 from edge_qkv.errors import InputError
 from edge_qkv.export import operator
 from edge_qkv.export.onnx import function as onnx_function
@@ -93,7 +94,7 @@ def _session(spec: LayerSpec, cache: str, arrays: dict[str, np.ndarray]) -> onnx
         [value(name, arrays[name.removesuffix("_out")] if "_out" in name else arrays["query"]) for name in used],
     )
     function = onnx_function.attention_function(spec, cache, "UnifiedKVAttention_3")
-    versions = [helper.make_opsetid("", onnx_function.OPSET), helper.make_opsetid("edge_qkv", operator.VERSION)]
+    versions = [helper.make_opsetid("", onnx_function.OPSET), helper.make_opsetid("edge_qkv", OPERATOR)]
     model = helper.make_model(graph, opset_imports=versions, ir_version=10, functions=[function])
     onnx.checker.check_model(model)
     options = onnxruntime.SessionOptions()

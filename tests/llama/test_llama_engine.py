@@ -1,8 +1,7 @@
-"""What a session does is the same in llama.cpp: the behaviours of test_engines.py and test_session.py that it has."""
+"""What is special to sessions in llama.cpp; what they have in common with others is in tests/sessions."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import llama_cpp
@@ -22,13 +20,11 @@ import torch
 from tokenizers import Tokenizer
 
 from conftest import TINY, changed, hears_ctrl_c, write_checkpoint
-from eager import expect, walk_session
-from edge_qkv import Cancelled, ContextFull, EdgeQKVError, InputError, Model, Sampling, Session, plan
+from edge_qkv import Cancelled, EdgeQKVError, InputError, Model, Sampling, Session, plan
 from edge_qkv.engines import llama_cpp as engine
 
 PLAIN = changed(TINY, positions="rotary-on-read")  # llama.cpp has no rotation that is undone on the output
 CAPACITY, CHUNK = PLAIN.max_positions, 16
-LENGTHS = (1, 2, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, CAPACITY - 1, CAPACITY)
 CASES = {
     "fp32": (PLAIN, "fp32"),
     "fp16": (PLAIN, "fp16"),
@@ -61,24 +57,7 @@ def ids() -> list[int]:
     return torch.randint(0, 256, (LONG.max_positions,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def _conversation(model: Model, ids: list[int]) -> np.ndarray:
-    """Logits [len(ids), V] of a session of its own: a prompt in chunks, then 8 tokens one by one."""
-    with Session(model, len(ids), CHUNK) as session:
-        return np.concatenate([session.score(ids[:-8]), *(session.score([token]) for token in ids[-8:])])
-
-
-# ---- what is computed ----
-
-
-@pytest.mark.parametrize("chunk", [CHUNK, CAPACITY])
-def test_logits_are_the_decoders(case, chunk):
-    decoder, package, cache = case
-    expected = expect(decoder, CAPACITY, cache)
-    if cache == "fp16":
-        # Flash attention rounds queries and sums to fp16 as well, 11 bits: some roundings of the largest logit.
-        expected = replace(expected, tolerance=4 * 2**-11 * np.abs(expected.logits).max())
-    with Model(package, threads=1) as model, Session(model, CAPACITY, chunk) as session:
-        walk_session(session, expected, CHUNK)
+# ---- packages ----
 
 
 @pytest.mark.parametrize("cut", [0, 100, 0.5, 0.99])
@@ -111,116 +90,7 @@ def test_a_model_that_is_not_the_manifests_is_refused(tiny, tmp_path):
         Model(package)
 
 
-def test_one_thread_computes_what_two_do(tiny, ids):
-    logits = []
-    for threads in (1, 2):
-        with Model(tiny, threads=threads) as model:
-            logits.append(_conversation(model, ids[:CAPACITY]))
-    np.testing.assert_allclose(*logits, atol=1e-5)
-
-
-def test_the_same_seed_writes_the_same(tiny):
-    def written(seed: int) -> list[int]:
-        with Session(tiny, context=60, threads=1) as session:
-            return list(session.generate_tokens([1, 2], 40, Sampling(temperature=1.5, top_k=0, top_p=1, seed=seed)))
-
-    assert written(3) == written(3) != written(4)
-
-
-# ---- the conversation ----
-
-
-def test_reuse_evaluates_only_what_differs(tiny, ids):
-    with Model(tiny, threads=1) as model, Session(model, CAPACITY, CHUNK) as session:
-        session.evaluate(ids[:40])
-        assert session.reuse(ids[:30] + [255] * 5) == 30
-        session.evaluate([255] * 5)
-        logits = session.logits()
-        session.rewind(0)
-        session.evaluate(ids[:30])
-        session.evaluate([255] * 5)
-        np.testing.assert_allclose(session.logits(), logits, atol=1e-5)
-
-
-def test_a_full_context_is_refused_before_anything_is_evaluated(tiny, ids):
-    """Also where llama.cpp, which rounds it up, had room for more."""
-    with Session(tiny, context=50, threads=1) as session:
-        session.evaluate(ids[:40])
-        with pytest.raises(ContextFull):
-            session.evaluate(ids[:11])
-        session.evaluate(ids[:10])
-        with pytest.raises(ContextFull):
-            session.evaluate(ids[:1])
-        assert session.tokens == ids[:40] + ids[:10]
-
-
-def test_fill_gives_a_deep_context_at_once(case, ids):
-    _, package, _ = case
-    with Session(package, CAPACITY, CHUNK, 1) as session:
-        session.evaluate(ids[:10])
-        session.fill(CAPACITY - 1)
-        assert session.tokens[:10] == ids[:10]
-        with pytest.raises(InputError, match="no logits"):
-            session.sample()
-        session.evaluate(ids[:1])
-        assert np.isfinite(session.logits()).all()
-        session.rewind(10)
-        kept = session.score(ids[10:20])
-        session.rewind(0)
-        session.evaluate(ids[:10])
-        np.testing.assert_array_equal(session.score(ids[10:20]), kept)
-
-
-# ---- snapshots and forks ----
-
-
-def test_a_restored_conversation_goes_on_bit_for_bit(case, ids, tmp_path):
-    _, package, _ = case
-    with Model(package, threads=1) as model:
-        for length in LENGTHS:
-            context = min(length + 10, CAPACITY)
-            with Session(model, context, CHUNK) as session:
-                session.evaluate(ids[:length])
-                session.save(tmp_path / "saved")
-                now, rest = session.logits(), session.score(ids[length:context])
-            with Session(model, CAPACITY, CHUNK) as other:
-                other.evaluate(ids[50:100])
-                other.restore(tmp_path / "saved")
-                assert other.tokens == ids[:length]
-                np.testing.assert_array_equal(other.logits(), now)
-                np.testing.assert_array_equal(other.score(ids[length:context]), rest)
-        with Session(model, CAPACITY - 1) as small, pytest.raises(ContextFull, match=f"{CAPACITY}"):
-            small.restore(tmp_path / "saved")
-
-
-def test_a_fork_goes_its_own_way(case, ids):
-    _, package, _ = case
-    with Model(package, threads=1) as model, Session(model, CAPACITY, CHUNK) as session:
-        session.evaluate(ids[:40])
-        with session.fork() as fork:
-            both = [fork.score(ids[60:90]), session.score(ids[40:70])]
-        for rest, logits in zip((ids[60:90], ids[40:70]), both, strict=True):
-            session.rewind(0)
-            session.evaluate(ids[:40])
-            np.testing.assert_array_equal(session.score(rest), logits)
-        session.rewind(0)
-        with session.fork() as empty:
-            assert empty.tokens == []
-
-
-def test_a_snapshot_of_another_engine_is_refused(random_package, tiny, ids, tmp_path):
-    packages = [tiny, random_package("onnx", *CASES["fp32"])[1]]
-    for package, other in (packages, reversed(packages)):
-        with Session(package, CAPACITY, threads=1) as session:
-            session.evaluate(ids[:40])
-            session.save(tmp_path / "saved")
-        with Session(other, CAPACITY, threads=1) as session:
-            session.evaluate(ids[:5])
-            before = session.logits()
-            with pytest.raises(InputError, match="saved: "):
-                session.restore(tmp_path / "saved")
-            assert session.tokens == ids[:5]
-            np.testing.assert_array_equal(session.logits(), before)
+# ---- snapshots ----
 
 
 def test_a_cache_of_another_shape_is_damage_and_changes_nothing(case, ids, tmp_path):
@@ -316,26 +186,7 @@ def test_what_is_closed_is_given_back(random_package, ids):
     assert max(anonymous() for _ in range(6)) < first + cache  # of 12 that were closed
 
 
-# ---- closing, cancelling, several sessions, several models ----
-
-
-def test_sessions_outlive_their_model(tiny, ids):
-    model = Model(tiny, threads=1)
-    session = Session(model, CAPACITY, CHUNK)
-    expected = session.score(ids[:40])
-    model.close()
-    with pytest.raises(InputError, match="the model is closed"):
-        Session(model, CAPACITY)
-    session.rewind(0)
-    np.testing.assert_array_equal(session.score(ids[:40]), expected)
-    with session.fork() as fork:
-        session.close()
-        np.testing.assert_array_equal(fork.logits(), expected[-1])
-    for use in (session.logits, session.sample, lambda: session.rewind(0), lambda: session.reuse([1])):
-        with pytest.raises(InputError, match="the session is closed"):
-            use()
-    session.cancel()
-    session.close()
+# ---- cancelling, interrupting ----
 
 
 def test_a_cancelled_call_stops_in_the_middle_and_the_session_goes_on(long, ids):
@@ -366,25 +217,6 @@ def test_a_cancelled_call_stops_in_the_middle_and_the_session_goes_on(long, ids)
         assert stopped >= 7
 
 
-def test_sessions_and_models_do_not_disturb_each_other(long, tiny, random_package, ids):
-    onnx = random_package("onnx", *CASES["fp32"])[1]
-    with Model(long, threads=1) as one, Model(tiny, threads=1) as two, Model(onnx, threads=1) as three:
-        jobs = [(one, ids[:300]), (one, ids[700:1000]), (two, ids[:CAPACITY]), (three, ids[:CAPACITY])]
-        alone = [_conversation(*job) for job in jobs]
-        results = [None] * len(jobs)
-
-        def work(number: int) -> None:
-            results[number] = _conversation(*jobs[number])
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(len(jobs))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for result, expected in zip(results, alone, strict=True):
-        np.testing.assert_array_equal(result, expected)
-
-
 class Interrupt(BaseException):
     pass
 
@@ -406,35 +238,6 @@ def alarm():
     signal.signal(signal.SIGALRM, before)
 
 
-def test_an_interrupted_call_leaves_a_sound_session(tiny, ids, tmp_path, alarm, capfd):
-    """Whatever an exception out of a signal handler ends, the session knows afterwards what its cache holds."""
-    generator = np.random.default_rng(7)
-    model = Model(tiny, threads=1)
-    with model, Session(model, CAPACITY, CHUNK) as session, Session(model, CAPACITY, CHUNK) as fresh:
-        session.evaluate(ids[:40])
-        session.save(tmp_path / "saved")
-        for _ in range(40):
-            with contextlib.suppress(Interrupt):
-                alarm(generator.uniform(1e-4, 0.02))
-                while True:
-                    session.rewind(len(session.tokens) // 2)
-                    session.evaluate(ids[: int(generator.integers(1, 45))])
-                    session.restore(tmp_path / "saved")
-                    with session.fork() as fork:
-                        fork.evaluate(ids[:3])
-                    session.reuse(ids[: int(generator.integers(1, 60))])
-                    list(session.generate_tokens([1], 3))
-            tokens = session.tokens
-            assert tokens[: len(tokens) - len(session._pending)] == session._engine.tokens().tolist()
-            session.rewind(min(5, len(tokens)))
-            session.evaluate(ids[5:30])
-            assert session.tokens == tokens[:5] + ids[5:30]
-            fresh.rewind(0)
-            fresh.evaluate(session.tokens)
-            np.testing.assert_allclose(session.logits(), fresh.logits(), atol=1e-4)
-    assert capfd.readouterr() == ("", "")
-
-
 def test_an_interruption_while_a_model_opens_is_heard(long, alarm, capfd):
     """llama.cpp reports its progress to Python, whose callbacks swallow exceptions in the main thread."""
     Model(long).close()
@@ -445,15 +248,6 @@ def test_an_interruption_while_a_model_opens_is_heard(long, alarm, capfd):
                 pass
             time.sleep(5)  # as long as nothing is heard
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_signal_handler_may_close_a_session_that_is_in_a_call(tiny, ids, alarm):
-    session = Session(tiny, CAPACITY, CAPACITY, 1)
-    alarm(0.05, lambda *_: session.close())
-    with pytest.raises(InputError, match="the session is closed"):
-        while True:
-            session.rewind(0)
-            session.evaluate(ids[:CAPACITY])
 
 
 # ---- the command line ----

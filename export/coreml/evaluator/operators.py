@@ -279,6 +279,12 @@ def _reshape(x: Array, shape: Array) -> Array:
     return x.reshape(sizes)
 
 
+def _squeeze(x: Array, axes: Array | None = None) -> Array:
+    """Axes of another size than 1 stay."""
+    named = range(x.ndim) if axes is None else [axis % x.ndim for axis in _axes(axes)]
+    return x.squeeze(tuple(axis for axis in named if x.shape[axis] == 1))
+
+
 def _concat(values: list[Array], axis: Array, interleave: Array | bool = False) -> Array:
     if interleave:
         raise NotImplementedError("concat with interleave")
@@ -313,6 +319,7 @@ OTHER: dict[str, Callable] = {
     "slice_update": _slice_update,
     "reshape": _reshape,
     "expand_dims": lambda x, axes: np.expand_dims(x, _axes(axes)),
+    "squeeze": _squeeze,
     "transpose": lambda x, perm: x.transpose(_axes(perm)),
     "concat": _concat,
     "split": _split,

@@ -95,8 +95,8 @@ Description in_int4(const Description& m) {
   changed.block_size = kDefaultBlock;
   const uint64_t group = static_cast<uint64_t>(changed.block_size);
   const uint64_t layers = m.matrix_bytes - std::min(head_bytes(m), m.matrix_bytes);
-  const uint64_t weights =
-      layers / static_cast<uint64_t>(m.weight_bits / 8);  // scales of rows count too
+  // Scales of rows count too.
+  const uint64_t weights = layers / static_cast<uint64_t>(m.weight_bits / 8);
   changed.matrix_bytes =
       head_bytes(changed) + weights / group * (group * kInt4Bits / 8 + kGroupScaleBytes);
   const uint64_t table = static_cast<uint64_t>(m.vocab_size * m.width);

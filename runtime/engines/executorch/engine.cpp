@@ -116,8 +116,8 @@ void pack_pte(const ModelInfo& info, const EngineOptions& options) {
     throw Error(EQKV_INVALID_ARGUMENT, "packed_weights names no directory for the packed weights.");
   }
   const Plugin& plugin = open_plugin(options.library);
-  // The thread of the caller is enough, as XNNPACK packs with no more, and the pool may have another
-  // size.
+  // The thread of the caller is enough, as XNNPACK packs
+  // with no more, and the pool may have another size.
   const auto load = [&](const std::string& file, PackedFile what) {
     const Program program(plugin, info, file, what, 1);
     return program.took_packed() && is_mapped(file);

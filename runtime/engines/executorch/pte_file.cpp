@@ -20,17 +20,17 @@ constexpr uint64_t kHeaderSize = 12, kProgramSize = 16, kSegmentBase = 24, kSegm
 constexpr uint32_t kHeaderBytes = 32;
 
 // Places of fields in the tables of program.fbs.
-constexpr unsigned kPlans = 1;  // of Program
-constexpr unsigned kName = 0, kValues = 2, kOutputs = 4, kChains = 5,
-                   kOperators = 6;                     // of ExecutionPlan
-constexpr unsigned kInstructions = 2;                  // of Chain
-constexpr unsigned kCallType = 0, kCall = 1;           // of Instruction, a union
-constexpr unsigned kOperator = 0;                      // of KernelCall
-constexpr unsigned kOperatorName = 0;                  // of Operator
-constexpr unsigned kType = 0, kValue = 1;              // of EValue, a union
-constexpr unsigned kText = 0;                          // of String
-constexpr uint8_t kString = 6;                         // of the types in EValue's union
-constexpr uint8_t kKernelCall = 1, kDelegateCall = 2;  // of those in Instruction's
+constexpr unsigned kPlans = 1;                            // of Program
+constexpr unsigned kName = 0, kValues = 2, kOutputs = 4;  // of ExecutionPlan
+constexpr unsigned kChains = 5, kOperators = 6;           // of it too
+constexpr unsigned kInstructions = 2;                     // of Chain
+constexpr unsigned kCallType = 0, kCall = 1;              // of Instruction, a union
+constexpr unsigned kOperator = 0;                         // of KernelCall
+constexpr unsigned kOperatorName = 0;                     // of Operator
+constexpr unsigned kType = 0, kValue = 1;                 // of EValue, a union
+constexpr unsigned kText = 0;                             // of String
+constexpr uint8_t kString = 6;                            // of the types in EValue's union
+constexpr uint8_t kKernelCall = 1, kDelegateCall = 2;     // of those in Instruction's
 
 // Far above what an export writes; they bound the work that a file can ask for.
 constexpr uint32_t kMostMethods = 1 << 10;

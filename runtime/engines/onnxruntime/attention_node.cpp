@@ -77,8 +77,8 @@ class Context {
   size_t inputs_ = 0, outputs_ = 0;
 };
 
-// Rows [0, past) of every head, for a tensor that is not updated in place: [B, G, C] rows of `row`
-// bytes.
+// Rows [0, past) of every head, for a tensor that is
+// not updated in place: [B, G, C] rows of `row` bytes.
 void copy_valid_rows(const AttentionParams& p, int64_t row_bytes, const void* from, void* to) {
   if (from == to) return;
   const size_t row = static_cast<size_t>(row_bytes);
@@ -160,7 +160,7 @@ OrtStatus* AttentionNode::compute(OrtKernelContext* raw) const try {
   const char* unsound = attention_error(params);
   context.require(!unsound, unsound ? unsound : "");
 
-  const CacheTypeFacts& type = facts(params.cache_type);
+  const CacheTypeInfo& type = cache_type_info(params.cache_type);
   const auto update = [&](OperatorInput input, Output index, int64_t row_bytes) -> void* {
     const OperatorTensor& from = inputs[input];
     if (!from.present || !inputs[kKey].present) return from.data;  // without kv nothing is written

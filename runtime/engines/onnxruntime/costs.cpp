@@ -5,16 +5,16 @@
 namespace edge_qkv::ort {
 namespace {
 
-// Measured with tests/memory_probe.py: ONNX Runtime 1.32.0, Linux x86-64 with AVX-512, 2 threads, int4
-// weights; the bundled model (8 layers, width 256) and 1.2B Q-MQA (22 layers, width 2048), packed and
-// not.
+// Measured with tests/memory_probe.py: ONNX Runtime 1.32.0, Linux x86-64
+// with AVX-512, 2 threads, int4 weights; the bundled model (8 layers,
+// width 256) and 1.2B Q-MQA (22 layers, width 2048), packed and not.
 constexpr uint64_t kKB = 1'000, kMB = 1'000'000;
 // Pages of libonnxruntime and of what it brings along that are mapped: 20 to 22 MB with either model
 // where the kernel's cache holds what was used before, 27 MB where it holds all of a file just written.
 constexpr uint64_t kCode = 23 * kMB;
-// Right after loading, without the weights: 10.1 MB with 8 layers, 11.8 MB with 22; its relocated data,
-// nodes, tables of kernels. A thread has a stack and buffers of its own (estimated from one thread more
-// or less).
+// Right after loading, without the weights: 10.1 MB with 8 layers, 11.8 MB
+// with 22; its relocated data, nodes, tables of kernels. A thread has a
+// stack and buffers of its own (estimated from one thread more or less).
 constexpr uint64_t kStructures = 8'700 * kKB, kStructuresPerLayer = 120 * kKB,
                    kStructuresPerThread = 200 * kKB;
 // Results alive at once in a chunk, in float32 values a token: three of the model's width and, in the
@@ -50,9 +50,9 @@ uint64_t scale_bytes(const Description& m) {
   return (layers / (size * bits / 8 + kScaleBytes) + head / (size + kScaleBytes)) * kScaleBytes;
 }
 
-// The matrices as the kernels read them. Float ones keep their size; quantised ones get a sum beside
-// each scale (MLAS, accuracy level 4). Read off the sizes in a packed file: exact but for 126 bytes a
-// matrix.
+// The matrices as the kernels read them. Float ones keep their size;
+// quantised ones get a sum beside each scale (MLAS, accuracy level 4).
+// Read off the sizes in a packed file: exact but for 126 bytes a matrix.
 uint64_t repacked_bytes(const Description& m) { return m.matrix_bytes + scale_bytes(m); }
 
 // While it loads, ONNX Runtime repacks also what is packed, to compare the two, one matrix after the
@@ -101,8 +101,8 @@ Description in_int4(const Description& m) {
   changed.weight_bits = kInt4Bits;
   if (!in_blocks(m)) changed.block_size = kDefaultBlock;
   const uint64_t size = static_cast<uint64_t>(changed.block_size);
-  const uint64_t plain =
-      size * static_cast<uint64_t>(m.weight_bits) / 8;  // of a block without its scale
+  // Of a block without its scale.
+  const uint64_t plain = size * static_cast<uint64_t>(m.weight_bits) / 8;
   const uint64_t from = in_blocks(m) ? plain + kScaleBytes : plain;
   const uint64_t head =
       in_blocks(m) ? head_bytes(m) : static_cast<uint64_t>(m.weight_bits / 8 * m.vocab_size * m.width);

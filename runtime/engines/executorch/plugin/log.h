@@ -28,8 +28,8 @@ std::string first_logged();
 // Whether XNNPACK found packed weights to be of another kernel, and packed those anew, in memory.
 bool logged_repacking();
 
-// Forgets both: what is asked of ExecuTorch before a program is loaded may log that something is not
-// there.
+// Forgets both: what is asked of ExecuTorch before a
+// program is loaded may log that something is not there.
 void forget_logged();
 
 }  // namespace edge_qkv::et

@@ -137,8 +137,8 @@ std::string open_library(const std::string& library) {
 void start() {
   executorch::runtime::runtime_init();
   register_attention();
-  // The library that PyTorch's side of ExecuTorch loads has the same kernels: a process must not load
-  // both.
+  // The library that PyTorch's side of ExecuTorch loads
+  // has the same kernels: a process must not load both.
   if (!executorch::runtime::registry_has_op_function("quantized_decomposed::embedding_4bit.out")) {
     missing_kernels() = open_library(executorch_directory() + kQuantizedKernels);
   }

@@ -45,12 +45,13 @@ std::string reason(runtime::Error error) {
 
 aten::ScalarType scalar_type(const CacheLayout& layout, const CacheTensor& tensor) {
   if (tensor.scales) return aten::ScalarType::Half;
+  // By CacheType.
   constexpr aten::ScalarType kTypes[] = {aten::ScalarType::Float, aten::ScalarType::Half,
-                                         aten::ScalarType::Char};  // CacheType
+                                         aten::ScalarType::Char};
   return kTypes[static_cast<int>(layout.type)];
 }
 
-// As export/executorch_program.py names them: kv_0, or key_0 and value_0, and after them their scales.
+// As export/executorch/program.py names them: kv_0, or key_0 and value_0, and after them their scales.
 std::string cache_name(const CacheTensor& tensor) {
   return part_name(tensor) + "_" + std::to_string(tensor.layer);
 }

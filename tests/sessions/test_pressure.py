@@ -10,12 +10,19 @@ import pytest
 
 from edge_qkv import InputError, Model, Session
 
+from .engines import DEEP
+
 PRESSURE = "/proc/pressure/memory"
 
 
+@pytest.fixture(scope="module")
+def package(random_package) -> Path:
+    return random_package("onnx", DEEP)[1]
+
+
 @pytest.fixture
-def model(bundled_package):
-    with Model(bundled_package("int4")[0], threads=1) as model:
+def model(package):
+    with Model(package, threads=1) as model:
         yield model
 
 
@@ -57,9 +64,9 @@ def test_the_nearer_the_limit_the_more_is_given(model, group):
         last.evaluate([1])  # and it goes on
 
 
-def test_closing_the_model_ends_the_watch(bundled_package, group):
+def test_closing_the_model_ends_the_watch(package, group):
     before = len(os.listdir("/proc/self/task"))
-    with Model(bundled_package("int4")[0], threads=1) as model:
+    with Model(package, threads=1) as model:
         model.watch_pressure(group)
         assert len(os.listdir("/proc/self/task")) > before
     _wait_until(lambda: len(os.listdir("/proc/self/task")) == before)

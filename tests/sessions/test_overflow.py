@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conftest import TINY, changed
-from edge_qkv import ContextFull, InputError, Model, Sampling, Session
+from edge_qkv import ContextFull, Sampling, Session
 from edge_qkv.attention import rotary_tables, rotate
 from edge_qkv.model import Decoder
 
@@ -17,12 +17,25 @@ POLICIES = {
     "window without sinks": dict(overflow="window", sinks=0, window=16),
     "shift": dict(overflow="shift", block=12),
 }
-CASES = {
+LAYOUTS = {
     f"{positions} {sharing} x{kv_heads}": dict(positions=positions, sharing=sharing, kv_heads=kv_heads)
     for positions in ("rotary-conjugate", "rotary-on-read", "none")
     for sharing, kv_heads in (("q-k=v", 1), ("qkv", 2))
 }
-LOWERED = ("rotary-conjugate q-k=v x1", "rotary-on-read qkv x2", "none q-k=v x1")  # to ExecuTorch, which takes seconds
+# Every two of them together, here or in the next test: exports take seconds. The others are slow.
+QUICK = {
+    ("onnx", "rotary-conjugate q-k=v x1"),
+    ("onnx", "rotary-conjugate qkv x2"),
+    ("onnx", "rotary-on-read qkv x2"),
+    ("onnx", "none qkv x2"),
+    ("executorch", "rotary-conjugate qkv x2"),
+    ("executorch", "none q-k=v x1"),
+}
+LOWERED = [
+    pytest.param(target, layout, marks=() if (target, layout) in QUICK else pytest.mark.slow)
+    for target in ("onnx", "executorch")
+    for layout in LAYOUTS
+]
 # fp32 sums of at most 100 products in another order, logits of order 10; each drop rotates the rows once more.
 TOLERANCE = 3e-4
 
@@ -44,12 +57,13 @@ def _dropped(policy: dict, length: int, more: int) -> tuple[int, int]:
 
 def _drop(decoder: Decoder, caches, first: int, last: int, length: int) -> None:
     """Takes rows [first, last) out of the caches; rotated rows are turned back and to their new positions."""
-    config = decoder.config
-    cos, sin = rotary_tables(config) if config.rotary else (None, None)
+    spec = decoder.config.only
+    moves = spec.positions == "rotary-conjugate"
+    cos, sin = rotary_tables(spec, decoder.config.max_positions) if moves else (None, None)
     for layer in caches:
         for i, cache in enumerate(layer):
             rows = cache[:, :, last:length].clone()
-            if config.positions == "rotary-conjugate" and i == 0:
+            if moves and i == 0:
                 rows = rotate(rows, cos[last:length], -sin[last:length])
                 rows = rotate(rows, cos[first : first + length - last], sin[first : first + length - last])
             cache[:, :, first : first + length - last] = rows
@@ -72,11 +86,9 @@ def _expected(decoder: Decoder, tokens: list[int], policy: dict) -> tuple[np.nda
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    ("target", "case"), [*(("onnx", case) for case in CASES), *(("executorch", case) for case in LOWERED)]
-)
-def test_a_full_context_goes_on_like_the_decoder(random_package, ids, target, case, policy):
-    decoder, package = random_package(target, changed(TINY, max_positions=CONTEXT, **CASES[case]))
+@pytest.mark.parametrize(("target", "layout"), LOWERED)
+def test_a_full_context_goes_on_like_the_decoder(random_package, ids, target, layout, policy):
+    decoder, package = random_package(target, changed(TINY, max_positions=CONTEXT, **LAYOUTS[layout]))
     expected, dropped = _expected(decoder, ids, POLICIES[policy])
     assert dropped > 2 * CONTEXT
     with Session(package, context=CONTEXT, prefill_chunk=CHUNK, **POLICIES[policy]) as session:
@@ -87,14 +99,26 @@ def test_a_full_context_goes_on_like_the_decoder(random_package, ids, target, ca
         assert session.tokens == ids[:sinks] + ids[sinks + dropped :]
 
 
-@pytest.mark.parametrize("positions", ["rotary-conjugate", "rotary-on-read", "none"])
-def test_dropping_what_no_query_sees_changes_nothing(random_package, ids, positions):
+@pytest.mark.parametrize(
+    ("target", "positions", "policy"),
+    [
+        ("onnx", "rotary-conjugate", dict(overflow="window", sinks=0, window=16)),
+        ("onnx", "rotary-on-read", dict(overflow="shift", block=12)),
+        pytest.param("onnx", "none", dict(overflow="window", sinks=0, window=16), marks=pytest.mark.slow),
+        pytest.param("executorch", "rotary-conjugate", dict(overflow="shift", block=12), marks=pytest.mark.slow),
+        pytest.param(
+            "executorch", "rotary-conjugate", dict(overflow="window", sinks=0, window=16), marks=pytest.mark.slow
+        ),
+    ],
+    ids=lambda value: value["overflow"] if isinstance(value, dict) else value,
+)
+def test_dropping_what_no_query_sees_changes_nothing(random_package, ids, target, positions, policy):
     """A model that looks back 16 tokens writes in a context of 40 what it writes in one that holds everything."""
-    decoder, package = random_package("onnx", changed(TINY, max_positions=TOKENS, positions=positions, window=16))
+    config = changed(TINY, max_positions=TOKENS, positions=positions, window=16)
+    decoder, package = random_package(target, config)
     with torch.no_grad():
         expected = decoder(torch.tensor([ids]))[0][0].numpy()
-    options = dict(overflow="window", sinks=0, window=16)
-    with Session(package, context=CONTEXT, prefill_chunk=CHUNK, **options) as session:
+    with Session(package, context=CONTEXT, prefill_chunk=CHUNK, **policy) as session:
         np.testing.assert_allclose(session.score(ids), expected, atol=TOLERANCE)
         assert session.dropped > 0
 
@@ -130,22 +154,3 @@ def test_dropped_rows_are_gone_after_a_rewind_and_a_new_start(random_package, id
         session.evaluate(ids)
         session.rewind(0)
         np.testing.assert_allclose(session.score(ids[:CONTEXT]), expected, atol=TOLERANCE)
-
-
-def test_options_that_cannot_work_are_refused(random_package):
-    _, package = random_package("onnx", changed(TINY, max_positions=CONTEXT))
-    _, learned = random_package("onnx", changed(TINY, max_positions=CONTEXT, positions="learned"))
-    with pytest.raises(InputError, match="learned positions"):
-        Session(learned, context=CONTEXT, overflow="shift")
-    with Model(package) as model:
-        for options, words in (
-            (dict(overflow="wrap"), "overflow = 'wrap'"),
-            (dict(overflow="window", sinks=20, window=20), "fewer than the context"),
-            (dict(overflow="window", sinks=-1), "sinks = -1"),
-            (dict(sinks=4), "belong to the overflow policy"),
-            (dict(window=8), "belong to the overflow policy"),
-            (dict(overflow="window", block=8), "belong to the overflow policy"),
-            (dict(overflow="shift", block=41), "block"),
-        ):
-            with pytest.raises(InputError, match=words):
-                Session(model, context=CONTEXT, **options)

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 CONVERSATIONS = 100
 
 SOAK = """
@@ -47,6 +49,7 @@ print(json.dumps(figures))
 """
 
 
+@pytest.mark.slow
 def test_a_hundred_conversations_leave_memory_flat(bundled_package, tmp_path, capsys):
     package, _ = bundled_package("int4")
     done = subprocess.run(
