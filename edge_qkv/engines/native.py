@@ -11,7 +11,7 @@ import numpy as np
 from edge_qkv import _native
 from edge_qkv.engines import ModelOptions
 from edge_qkv.engines.closable import Closable
-from edge_qkv.errors import InputError
+from edge_qkv.errors import Cancelled, InputError
 from edge_qkv.package import Package
 from edge_qkv.packing import model_options
 
@@ -104,9 +104,25 @@ class NativeSession(_Handle):
         return token.value
 
     def rewind(self, length: int, progress: Callable[[int, int], None] | None = None) -> int:
-        again = ctypes.c_int64()
-        report = _native.PROGRESS(lambda _, done, total: progress(done, total)) if progress else _native.PROGRESS(0)
-        self.call("eqkv_session_rewind", length, report, None, ctypes.byref(again))
+        again, raised = ctypes.c_int64(), []
+
+        def report(_, done: int, total: int) -> None:
+            """What is raised here, a Ctrl-C too, would be lost in the library: it is raised again after the call."""
+            try:
+                if progress:
+                    progress(done, total)
+            except BaseException as error:
+                raised.append(error)
+                if done < total:  # else there is nothing left to stop, and the next evaluation would be
+                    self.cancel()
+
+        try:
+            self.call("eqkv_session_rewind", length, _native.PROGRESS(report), None, ctypes.byref(again))
+        except Cancelled:
+            if not raised:
+                raise
+        if raised:
+            raise raised[0]
         return again.value
 
     def match(self, tokens: np.ndarray) -> int:

@@ -55,6 +55,24 @@ def test_what_windows_have_given_back_is_evaluated_again(engine, model, ids, mar
             engine.check_rows(session.score(ids[length : length + 20]), slice(length, length + 20))
 
 
+@having("windows")
+@pytest.mark.parametrize("after", [CHUNK, 2 * CHUNK, 40])
+def test_what_progress_raises_ends_the_rewind_and_leaves_what_was_evaluated(engine, model, ids, after):
+    """As a Ctrl-C does that arrives there."""
+
+    def progress(done: int, total: int) -> None:
+        if done >= after:
+            raise KeyboardInterrupt
+
+    with Session(model, CAPACITY, CHUNK, margin=1) as session:
+        session.evaluate(ids[:60])
+        with pytest.raises(KeyboardInterrupt):
+            session.rewind(40, progress)
+        done = len(session.tokens)
+        assert session.tokens == ids[:done] and done == min(after, 40)
+        engine.check_rows(session.score(ids[done : done + 9]), slice(done, done + 9))
+
+
 # ---- what is reused ----
 
 
