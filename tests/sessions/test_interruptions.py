@@ -135,9 +135,12 @@ def _interrupt(engine, model, ids, tmp_path, alarm, options: dict, rounds: int) 
         session.evaluate(ids[:40])
         session.save(tmp_path / "saved")
         for _ in range(rounds):
+            # Python loses what a signal handler raises within a finalizer or a callback of its garbage collector: that
+            # round ends by itself, without an interruption.
+            began = time.monotonic()
             with contextlib.suppress(alarm.Interrupt):
                 alarm(generator.uniform(1e-4, 0.02))
-                while True:
+                while time.monotonic() < began + 2:
                     session.rewind(len(session.tokens) // 2)
                     session.evaluate(ids[: int(generator.integers(1, 45))])
                     session.restore(tmp_path / "saved")
@@ -146,7 +149,7 @@ def _interrupt(engine, model, ids, tmp_path, alarm, options: dict, rounds: int) 
                     session.fill(int(generator.integers(40, 50)))
                     session.reuse(ids[: int(generator.integers(1, 60))])
                     list(session.generate_tokens([1], 3))
-            interrupted += 1
+            interrupted += time.monotonic() < began + 2
             tokens = session.tokens
             assert tokens[: len(tokens) - len(session._pending)] == session._engine.tokens().tolist()
             # A row that has moved is not what its token gives again.
@@ -158,7 +161,7 @@ def _interrupt(engine, model, ids, tmp_path, alarm, options: dict, rounds: int) 
             if tokens[:kept] == ids[:kept]:  # nor is one of noise
                 fresh.evaluate(session.tokens)
                 engine.check(session.logits(), fresh.logits())
-    assert interrupted == rounds
+    assert interrupted > rounds // 2
 
 
 def test_an_interrupted_call_leaves_a_sound_session(engine, model, ids, tmp_path, alarm, capfd):
