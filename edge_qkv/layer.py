@@ -229,12 +229,12 @@ class LayerSpec:
             "key": self.kv_heads * self.head_dim,
             "value": self.kv_heads * self.values,
         }
-        mlp = [("gate", self.mlp_width, width)] if self.gated_mlp else []
+        gate = [("gate", self.mlp_width, width)] if self.gated_mlp else []
         shapes = [
             *((name, outputs[name], width) for name in self.projections),
             ("output", width, self.heads * self.values),
-            *mlp,
             ("up", self.mlp_width, width),
+            *gate,
             ("down", width, self.mlp_width),
         ]
         return [(name, o, i, name in self.biases) for name, o, i in shapes]

@@ -55,6 +55,8 @@ def small_config(
     sizes: layers, width, heads, mlp_width. Learned positions end at the training context, others at 32,768.
     """
     sizes = {"layers": 8, "width": 256, "heads": 8, "mlp_width": 688} | sizes
+    if sizes["width"] < 1:
+        raise InputError(f"--width {sizes['width']}: must be at least 1")
     if sizes["heads"] < 1 or sizes["width"] % sizes["heads"]:
         raise InputError(f"--width {sizes['width']} must be a multiple of --heads {sizes['heads']}")
     base = ModelConfig.uniform(

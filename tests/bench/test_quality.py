@@ -149,7 +149,7 @@ def test_stopped_and_gone_on_with_it_is_what_one_run_gives(trained, text, tmp_pa
         (["--threads", "-1"], "threads = -1"),
         (["--heads", "6"], "--heads 6: must be a multiple of 4"),
         (["--width", "50"], "--width 50 must be a multiple of --heads 8"),
-        (["--width", "0"], "config field width = 0"),
+        (["--width", "0"], "--width 0: must be at least 1"),
         (["--width", "72"], "config field rotary_dim = 0: must be set when head_dim is odd"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
         (["--vocab-size", "100"], "--vocab-size 100: must be from 257"),
