@@ -242,6 +242,7 @@ def test_another_version_of_executorch_is_refused(random_package, installed, ver
         assert f"and the one in {installed}/lib/ is {version}" in line
 
 
+@pytest.mark.slow
 def test_kernels_that_are_missing_are_named(random_package, installed):
     """The library of quantised operators: only programs that have such an operator need it."""
     (kernels,) = (installed / "lib").glob("libexecutorch_kernels_quantized.*")

@@ -62,9 +62,9 @@ def test_the_reported_perplexity_is_measured_again(bundled_checkpoint, reference
     ("target", "weights", "allowed", "count"),
     [
         ("onnx", "int4", 0.03, None),
-        ("onnx", "int8", 0.005, None),
-        ("onnx", "fp32", 0.001, None),
-        ("executorch", "8da4w", 0.03, 4096),
+        pytest.param("onnx", "int8", 0.005, None, marks=pytest.mark.slow),
+        pytest.param("onnx", "fp32", 0.001, None, marks=pytest.mark.slow),
+        pytest.param("executorch", "8da4w", 0.03, 4096, marks=pytest.mark.slow),
     ],
 )
 def test_quantised_perplexity_stays_near_fp32(

@@ -65,7 +65,7 @@ def measure(packages: dict[str, Path], contexts: list[list[int]], unscored: int 
                 divergence += F.kl_div(int8, fp16, reduction="sum", log_target=True).item()
                 count += len(targets)
         used = [session.memory()["cache_used"] for session in sessions]
-        dim = sessions[0].model.config.head_dim
+        dim = sessions[0].model.config.only.head_dim
     assert used[1] / used[0] == (dim + 2) / (2 * dim)
     fp16, int8 = (math.exp(loss / count) for loss in losses)
     return Difference(fp16, int8, same / count, divergence / count)
@@ -88,6 +88,7 @@ def test_perplexity_in_windows_of_the_trained_length(packages, held_tokens, caps
     check(f"windows of {WINDOW}", d, capsys)
 
 
+@pytest.mark.slow
 def test_perplexity_at_full_depth(packages, held_tokens, capsys):
     """One context as deep as it goes, where a token mixes tens of thousands of rounded rows. So far past its training
     the model is bad at its text, with either cache."""

@@ -90,7 +90,7 @@ def test_models_are_refused(tiny_package, models, tmp_path):
         assert _is_a_sentence(str(refused.value)), name
 
 
-@pytest.mark.parametrize("build", ["tests", "sanitized_tests"])
+@pytest.mark.parametrize("build", ["tests", pytest.param("sanitized_tests", marks=pytest.mark.slow)])
 def test_the_native_core_refuses_them(build, request, tiny_package, snapshots, models):
     """Under AddressSanitizer and UBSan as well: no read outside a file, no overflow, no leak."""
     program = request.getfixturevalue(build) / "attack_program"
@@ -104,7 +104,7 @@ def test_the_native_core_refuses_them(build, request, tiny_package, snapshots, m
         assert _is_a_sentence(line) or name in contradicts, name
 
 
-@pytest.mark.parametrize("build", ["tests", "sanitized_tests"])
+@pytest.mark.parametrize("build", ["tests", pytest.param("sanitized_tests", marks=pytest.mark.slow)])
 def test_the_native_core_refuses_programs(build, request, program, tmp_path):
     """And accepts the one that they were made from, which ExecuTorch wrote."""
     attacks = _written(PROGRAMS, program, tmp_path)

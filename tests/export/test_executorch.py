@@ -267,7 +267,12 @@ def _facts(description: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "weights", [pytest.param("8da4w", marks=pytest.mark.slow), "8da8w", "rows of an earlier layer, 8da4w"]
+    "weights",
+    [
+        pytest.param("8da4w", marks=pytest.mark.slow),
+        pytest.param("8da8w", marks=pytest.mark.slow),
+        "rows of an earlier layer, 8da4w",
+    ],
 )
 def test_an_estimate_knows_what_an_export_writes(random_package, bundled_checkpoint, tmp_path, weights):
     """Of the bundled model, without --slow of its first layer, which takes a ninth of the time to lower."""
@@ -287,7 +292,6 @@ def test_an_estimate_knows_what_an_export_writes(random_package, bundled_checkpo
     assert set(texts) == {DESCRIPTION, FINGERPRINT}
     estimated = estimate(opened.config, weights, block, "executorch", chunk, cache)
     expected, found = _facts(estimated.description), _facts(texts[DESCRIPTION])
-    assert int(expected.pop("weight_bytes")[0]) == estimated.weight_bytes
     rows = str(executorch_program.cache_rows(opened.config, cache))
     own = {"cache_rows": [rows], "operator": [str(OPERATOR)], "executorch": [version("executorch")]}
     assert found == expected | own
@@ -295,6 +299,7 @@ def test_an_estimate_knows_what_an_export_writes(random_package, bundled_checkpo
         assert estimated.weight_bytes == pytest.approx((package / "model.pte").stat().st_size, rel=0.005)
 
 
+@pytest.mark.slow
 def test_equal_exports_have_the_same_fingerprint_and_others_another(random_package, checkpoint, tmp_path):
     _export(checkpoint, tmp_path / "again", cache="fp32", prefill_chunk=16)
     packages = [

@@ -42,13 +42,14 @@ def test_attention_matches_float64_on(isa, tests):
     assert isa in done.stdout and ", 0 failed" in done.stdout
 
 
-@pytest.mark.parametrize("build", ["tests", "sanitized_tests"])
+@pytest.mark.parametrize("build", ["tests", pytest.param("sanitized_tests", marks=pytest.mark.slow)])
 def test_core_matches_its_description(build, request):
     done = _run(request.getfixturevalue(build) / "core_test")
     assert done.returncode == 0, done.stdout + done.stderr
     assert ", 0 failed" in done.stdout
 
 
+@pytest.mark.slow
 def test_attention_is_clean_under_sanitizers(sanitized_tests):
     """On the best instruction set, over the shorter list: each access is checked, which makes it slow."""
     done = _run(sanitized_tests / "attention_test", "--quick")
