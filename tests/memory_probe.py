@@ -103,11 +103,11 @@ def check(found: dict) -> None:
     """Within 10 % of the prediction, and inside the budget that the plan calls the least.
 
     Of ONNX Runtime's code 20 to 27 MB are mapped by what the kernel's cache happens to hold, whatever the model: that
-    may be more than 10 % of a very small one. Anonymous memory differs from run to run by half a percent of all; packed
-    there may be little of it.
+    may be more than 10 % of a very small one. Anonymous memory differs from run to run by half a percent of all, and by
+    what of the kernel's scratch a short context leaves untouched; packed there may be little of it.
     """
     planned = found["plan"]
-    differs = 5e5 + planned["expected"] / 200
+    differs = 8e5 + planned["expected"] / 200
     assert found["peak"] == pytest.approx(planned["expected"], rel=0.1, abs=6e6)
     assert found["peak"] <= planned["total"]
     assert found["anonymous"] == pytest.approx(planned["anonymous"] - planned["margin"], rel=0.1, abs=differs)
